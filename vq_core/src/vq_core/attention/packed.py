@@ -1,0 +1,103 @@
+"""Attention straight from packed codes in plain MLX operations.
+
+One step (few queries): scores of all pages, of the sink tokens and of the window in one row, one softmax, then
+the weighted sums.  The transient memory is a few rows of scores, whatever the codes weigh.
+
+Long queries (prefill): the history is decoded tile by tile and multiplied, with an online softmax.  Each tile
+is made to depend on the sums so far, so that MLX cannot schedule the decoding of many tiles first.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from vq_core.attention import view as views
+from vq_core.attention.masks import Mask, apply, read_mask
+from vq_core.attention.sides import compute_dtype
+from vq_core.attention.step import attend_step
+from vq_core.attention.tiled import attend_tiled
+from vq_core.attention.view import CacheView, Columns
+from vq_core.errors import CacheStateError, UnsupportedShapeError
+
+STEP_QUERIES = 16
+"""Longest query that takes the one-step path; longer ones decode tiles, which costs less per query."""
+
+stock_attention = mx.fast.scaled_dot_product_attention
+"""MLX's own attention, taken before any host replaces the attribute."""
+
+
+def attend(
+    view: CacheView,
+    queries: mx.array,
+    *,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+    tier: str = "mlx",
+) -> mx.array:
+    """Attention of some queries over a cache.
+
+    Args:
+        view: The cache, T tokens.
+        queries: (B, H_q, L, D), H_q a multiple of the KV heads. Not changed.
+        scale: Multiplies the dot products.
+        mask: ``None``, ``"causal"`` (lower-right aligned) or an array, bool or additive, see :func:`read_mask`.
+        sinks: The model's learned attention sinks, (H_q,): one more logit in each softmax.
+        tier: ``"mlx"``, or ``"reference"``: dense float32 over the decoded cache.
+
+    Returns:
+        (B, H_q, L, D_v) in the queries' dtype.
+
+    Raises:
+        CacheStateError: the cache is empty.
+        UnsupportedShapeError: queries, mask or sinks that do not fit the cache.
+    """
+    _check(view, queries, sinks)
+    B, heads, L, D = queries.shape
+    checked = read_mask(mask, view, heads, L)
+    if tier != "reference" and view.even and not view.packed[0] and not view.sinks[0]:
+        q = queries.astype(view.keys.exact.dtype)
+        k, v = view.keys.exact, view.values.exact.astype(q.dtype)
+        return stock_attention(q, k, v, scale=scale, mask=mask, sinks=sinks).astype(queries.dtype)
+    compute = mx.float32 if tier == "reference" else compute_dtype(view.keys.exact.dtype)
+    q = (queries.astype(mx.float32) * scale).astype(compute).reshape(B, view.heads, heads // view.heads, L, D)
+    if tier == "reference":
+        out = _reference(view, q, checked, sinks)
+    elif L <= STEP_QUERIES:
+        out = attend_step(view, q, checked, sinks)
+    else:
+        out = attend_tiled(view, q, checked, sinks)
+    return out.reshape(B, heads, L, -1).astype(queries.dtype)
+
+
+def _check(view: CacheView, queries: mx.array, sinks: mx.array | None) -> None:
+    if view.length == 0:
+        raise CacheStateError("attention on an empty cache: call update_and_fetch first")
+    dim = view.keys.bound.ctx.key_dim
+    if queries.ndim != 4 or queries.shape[0] != view.rows or queries.shape[3] != dim or queries.shape[2] < 1:
+        raise UnsupportedShapeError(f"queries of shape {queries.shape}: (B, H_q, L, D) must have B={view.rows}, D={dim}")
+    if queries.shape[1] % view.heads:
+        raise UnsupportedShapeError(
+            f"{queries.shape[1]} query heads: the number must be a multiple of the {view.heads} KV heads"
+        )
+    if sinks is not None and sinks.shape != (queries.shape[1],):
+        raise UnsupportedShapeError(f"sinks of shape {sinks.shape}: one logit a query head, ({queries.shape[1]},)")
+
+
+def _reference(view: CacheView, q: mx.array, mask: Mask, sinks: mx.array | None) -> mx.array:
+    keys = views.dense(view, view.keys, mx.float32)
+    values = views.dense(view, view.values, mx.float32)
+    scores = q @ keys[:, :, None].swapaxes(-1, -2)
+    columns = Columns(0, view.length)
+    if not view.even:
+        pads = [view.length - n for n in view.lengths]
+        index = mx.broadcast_to(mx.arange(view.length), (view.rows, view.length))
+        columns = Columns(0, view.length, index, mx.array([[i >= p for i in range(view.length)] for p in pads]))
+    scores = apply(scores, mask.block(columns, 0, q.shape[3]))
+    if sinks is not None:
+        extra = mx.broadcast_to(sinks.astype(mx.float32).reshape(1, *q.shape[1:3], 1, 1), (*scores.shape[:-1], 1))
+        return mx.softmax(mx.concatenate([scores, extra], axis=-1), axis=-1)[..., :-1] @ values[:, :, None]
+    return mx.softmax(scores, axis=-1) @ values[:, :, None]
+
+
+__all__ = ["attend", "stock_attention"]

@@ -1,0 +1,173 @@
+"""Which method holds which side of which layer, and how much stays exact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+
+from vq_core.api.facts import SIDES, Side
+from vq_core.api.settings import MethodChoice, build_settings, format_choice, parse_choice
+from vq_core.errors import SettingsError
+
+Attention = Literal["auto", "mlx", "reference"]
+Fallback = Literal["error", "warn"]
+ATTENTION: tuple[Attention, ...] = ("auto", "mlx", "reference")
+FALLBACK: tuple[Fallback, ...] = ("error", "warn")
+
+
+@attrs.frozen
+class SideChoice:
+    """A method with checked settings for one side.
+
+    Attributes:
+        label: Name by which the registry is asked: ``name`` or ``distribution:name``.
+        settings: An instance of the method's settings class.
+    """
+
+    label: str
+    settings: Any
+
+    @property
+    def text(self) -> str:
+        """The text form, every setting spelt out."""
+        return format_choice(self.label, self.settings)
+
+
+def choose(text: str, side: Side) -> SideChoice:
+    """Read a method's text form and check that it is installed and can hold ``side``.
+
+    Raises:
+        SettingsError: unknown method or setting, or a method for the other side only.
+        PluginError: the method is installed but cannot be used.
+    """
+    from vq_core.plugins.registry import resolve
+
+    choice: MethodChoice = parse_choice(text)
+    record = resolve(choice.label)
+    assert record.facts is not None
+    if side not in record.facts.sides:
+        raise SettingsError(
+            f"method {choice.label!r} can hold {' and '.join(record.facts.sides)} only, not {side}; "
+            f"give it as {record.facts.sides[0]}= and choose another method for the {side}"
+        )
+    return SideChoice(choice.label, build_settings(choice.label, record.facts.settings, choice.options))
+
+
+def _count(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise SettingsError(f"{attribute.name} must be a whole number of tokens, 0 or more; got {value!r}")
+
+
+def _among(accepted: tuple[str, ...]) -> Any:
+    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value not in accepted:
+            raise SettingsError(f"{attribute.name} must be one of {', '.join(accepted)}; got {value!r}")
+
+    return check
+
+
+@attrs.frozen
+class LayerPolicy:
+    """What one layer's cache does.
+
+    Attributes:
+        keys: Method of the keys.
+        values: Method of the values.
+        residual: The newest tokens that stay exact, R; up to R + block - 1 do.
+        sink_tokens: The first tokens of the sequence that stay exact.
+        attention: ``"mlx"``: plain MLX operations on packed codes; ``"reference"``: dense float32 attention over
+            the decoded cache; ``"auto"``: the fastest that fits.
+        fallback: What a failing probe of a method's attention does: ``"error"``, or ``"warn"``: decode instead.
+    """
+
+    keys: SideChoice
+    values: SideChoice
+    residual: int = attrs.field(default=128, validator=_count)
+    sink_tokens: int = attrs.field(default=0, validator=_count)
+    attention: Attention = attrs.field(default="auto", validator=_among(ATTENTION))
+    fallback: Fallback = attrs.field(default="error", validator=_among(FALLBACK))
+
+    @classmethod
+    def make(
+        cls, *, method: str | None = None, keys: str | None = None, values: str | None = None, **rest: Any
+    ) -> LayerPolicy:
+        """From the text forms; ``method`` means both sides and excludes ``keys`` and ``values``.
+
+        Raises:
+            SettingsError: contradicting or missing methods, or a value that is not accepted.
+        """
+        if method is not None and (keys is not None or values is not None):
+            raise SettingsError("give either method= (both sides) or keys= and values=, not both")
+        names = {"keys": keys or method, "values": values or method}
+        missing = [side for side in SIDES if not names[side]]
+        if missing:
+            raise SettingsError(
+                f"no method for the {' and '.join(missing)}: give method='kivi:bits=4', or keys= and values="
+            )
+        chosen = {side: choose(names[side] or "", side) for side in SIDES}
+        return cls(chosen["keys"], chosen["values"], **rest)
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """Keyword arguments that make this policy again; plain text and numbers."""
+        return {"keys": self.keys.text, "values": self.values.text} | {
+            name: getattr(self, name) for name in ("residual", "sink_tokens", "attention", "fallback")
+        }
+
+
+@attrs.frozen
+class CachePolicy:
+    """A layer policy for a whole model, with exceptions.
+
+    Attributes:
+        default: Policy of every layer that ``layers`` does not name.
+        layers: By layer index: another policy, or ``None`` to leave that layer's cache as the model makes it.
+    """
+
+    default: LayerPolicy
+    layers: Mapping[int, LayerPolicy | None] = attrs.field(factory=dict)
+
+    @classmethod
+    def make(cls, *, layers: Mapping[int, Mapping[str, Any] | str | None] | None = None, **default: Any) -> CachePolicy:
+        """From keyword arguments; ``layers`` maps an index to changes of the default.
+
+        A layer's entry is ``None`` (skip it), a method's text form (both sides), or keyword arguments of
+        :meth:`LayerPolicy.make` that replace the default's.
+
+        Raises:
+            SettingsError: as :meth:`LayerPolicy.make`, naming the layer.
+        """
+        base = LayerPolicy.make(**default)
+        made: dict[int, LayerPolicy | None] = {}
+        for index, entry in (layers or {}).items():
+            if isinstance(index, bool) or not isinstance(index, int):
+                raise SettingsError(f"layers: keys are layer indices, got {index!r}")
+            if entry is None:
+                made[index] = None
+                continue
+            changes = {"method": entry} if isinstance(entry, str) else dict(entry)
+            kept = dict(base.text)
+            if "method" in changes:
+                kept.pop("keys"), kept.pop("values")
+            try:
+                made[index] = LayerPolicy.make(**(kept | changes))
+            except TypeError as error:
+                raise SettingsError(f"layer {index}: {error}") from None
+            except SettingsError as error:
+                raise SettingsError(f"layer {index}: {error}") from None
+        return cls(base, made)
+
+    def of(self, layer: int, count: int) -> LayerPolicy | None:
+        """Policy of a layer; negative indices in ``layers`` count from the end of ``count`` layers."""
+        for index in (layer, layer - count):
+            if index in self.layers:
+                return self.layers[index]
+        return self.default
+
+    def check(self, count: int) -> None:
+        """Raise :class:`SettingsError` if ``layers`` names a layer that a model of ``count`` layers lacks."""
+        wrong = [index for index in self.layers if not -count <= index < count]
+        if wrong:
+            raise SettingsError(f"layers: the model has layers 0 to {count - 1}, not {wrong}")

@@ -1,0 +1,142 @@
+"""What a cache tells of itself: bytes that an allocator would confirm, and what ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from vq_core.cache.history import History
+from vq_core.cache.policy import LayerPolicy
+from vq_core.cache.tagged import ReadCount
+from vq_core.plugins.binding import BoundSide
+
+
+@attrs.frozen
+class Bytes:
+    """Bytes of one layer's arrays by what they are for; the sum of all but ``constants`` is ``held``.
+
+    Attributes:
+        codes: Packed codes of stored tokens.
+        metadata: Scales, zeros, norms and fields of the sequence of stored tokens.
+        window: Exact tokens: the window and the sink tokens.
+        spare: Capacity that no token uses.
+        constants: The methods' shared constants; other layers and caches share the same arrays.
+        fp16: What the same tokens take in a plain float16 cache without spare capacity.
+    """
+
+    codes: int = 0
+    metadata: int = 0
+    window: int = 0
+    spare: int = 0
+    constants: int = 0
+    fp16: int = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes of every array the cache holds."""
+        return self.codes + self.metadata + self.window + self.spare
+
+    @property
+    def ratio(self) -> float:
+        """fp16 bytes over bytes held; 0 for an empty cache."""
+        return self.fp16 / self.held if self.held else 0.0
+
+
+@attrs.frozen
+class LayerReport:
+    """One layer's cache.
+
+    Attributes:
+        layer: Index, ``None`` outside a model.
+        keys, values: The methods with all their settings.
+        tokens: Tokens of all rows; the sum of the next three.
+        packed: Tokens held as codes.
+        exact: Tokens held exactly.
+        approximate: Tokens in the window that a trim brought back from codes.
+        bytes: See :class:`Bytes`.
+        updates: Calls of ``update_and_fetch``.
+        attentions: Attentions that read the packed reading.
+        lost: Updates whose result no packed attention has read; the model computed on dense arrays, or not at all.
+        attention: The tier that runs.
+        operations: For each side and hook the implementation that runs, and why earlier ones do not.
+        notes: What the user should know, in words.
+    """
+
+    layer: int | None
+    keys: str
+    values: str
+    tokens: int = 0
+    packed: int = 0
+    exact: int = 0
+    approximate: int = 0
+    bytes: Bytes = Bytes()
+    updates: int = 0
+    attentions: int = 0
+    lost: int = 0
+    attention: str = ""
+    operations: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        made = attrs.asdict(self)
+        made["bytes"] |= {"held": self.bytes.held, "ratio": round(self.bytes.ratio, 4)}
+        return made
+
+
+def describe(policy: LayerPolicy, history: History | None, reads: ReadCount, layer: int | None) -> LayerReport:
+    """The report of one cache."""
+    if history is None:
+        return LayerReport(layer, policy.keys.text, policy.values.text, attention=_tier(policy))
+    window = history.window
+    packed, approximate = sum(history.packed), sum(window.approximate)
+    exact = sum(window.counts) + sum(window.sinks) - approximate
+    tokens = packed + exact + approximate
+    notes = []
+    if tokens and not packed:
+        notes.append(
+            f"no token is packed yet: the newest {policy.residual} to {policy.residual + history.block - 1} stay exact"
+        )
+    if reads.lost:
+        notes.append(f"{reads.lost} of {reads.updates} updates were not read by packed attention")
+    if reads.dense:
+        notes.append(f"a dense side was made {reads.dense} times")
+    return LayerReport(
+        layer, policy.keys.text, policy.values.text, tokens, packed, exact, approximate, _bytes(history),
+        reads.updates, reads.packed, reads.lost, _tier(policy), _operations(history), tuple(notes),
+    )  # fmt: skip
+
+
+def _tier(policy: LayerPolicy) -> str:
+    if policy.attention == "auto":
+        return "mlx (auto: the fastest there is in this version)"
+    return policy.attention
+
+
+def _bytes(history: History) -> Bytes:
+    stores = history.stores
+    kinds = {True: 0, False: 0}
+    spare = history.window.spare_bytes()
+    for store in stores.values():
+        spare += store.spare_bytes()
+        for codes in kinds:
+            kinds[codes] += store.nbytes(codes) - store.spare_bytes(codes)
+    window = sum(a.nbytes for a in history.window.arrays()) - history.window.spare_bytes()
+    ctx = history.bound["keys"].ctx
+    constants = {id(a): a.nbytes for bound in history.bound.values() for a in bound.constants}
+    fp16 = sum(history.lengths) * ctx.kv_heads * (ctx.key_dim + ctx.value_dim) * 2
+    return Bytes(kinds[True], kinds[False], window, spare, sum(constants.values()), fp16)
+
+
+def _operations(history: History) -> tuple[str, ...]:
+    lines = []
+    for side, bound in history.bound.items():
+        lines += [_line(side, bound, i) for i in range(len(bound.operations))]
+    return tuple(lines)
+
+
+def _line(side: str, bound: BoundSide, index: int) -> str:
+    operation = bound.operations[index]
+    why = f" ({'; '.join(operation.declined)})" if operation.declined else ""
+    return f"{side}.{operation.name.removeprefix('vq_')}: {operation.implementation}{why}"

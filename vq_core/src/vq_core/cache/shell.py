@@ -1,0 +1,327 @@
+"""PackedKVCache: one layer's cache, the same shell for every method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from vq_core.api.facts import PrepareContext, Rope
+from vq_core.attention import view as views
+from vq_core.attention.packed import attend
+from vq_core.attention.view import CacheView
+from vq_core.cache.history import History
+from vq_core.cache.policy import Attention, Fallback, LayerPolicy
+from vq_core.cache.report import LayerReport, describe
+from vq_core.cache.tagged import ReadCount, tag
+from vq_core.errors import CacheStateError, FormatError, SettingsError, UnsupportedShapeError
+from vq_core.plugins.binding import BoundSide, bind
+from vq_core.plugins.registry import resolve
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+class PackedKVCache:
+    """A KV cache of one layer that keeps packed codes at rest, with mlx-lm's cache protocol.
+
+    Args:
+        method: Method of both sides in text form, such as ``"kivi:bits=4"``; excludes ``keys`` and ``values``.
+        keys: Method of the keys.
+        values: Method of the values.
+        residual: The newest tokens that stay exact, R; R to R + block - 1 do. 0 is allowed.
+        sink_tokens: The first tokens of a sequence that stay exact.
+        attention: ``"auto"``, ``"mlx"`` or ``"reference"``, see :class:`~vq_core.cache.policy.LayerPolicy`.
+        fallback: ``"error"`` or ``"warn"``, see there.
+
+    Raises:
+        SettingsError: an unknown method or a value that is not accepted.
+        PluginError: a method that is installed but cannot be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        method: str | None = None,
+        keys: str | None = None,
+        values: str | None = None,
+        residual: int = 128,
+        sink_tokens: int = 0,
+        attention: Attention = "auto",
+        fallback: Fallback = "error",
+    ):
+        self._setup(
+            LayerPolicy.make(
+                method=method, keys=keys, values=values, residual=residual,
+                sink_tokens=sink_tokens, attention=attention, fallback=fallback,
+            )  # fmt: skip
+        )
+
+    @classmethod
+    def from_policy(
+        cls, policy: LayerPolicy, *, layer: int | None = None, rope: Rope | None = None,
+        model: str | None = None, strict: bool = False,
+    ) -> PackedKVCache:  # fmt: skip
+        """A cache of a checked policy, with what a host knows of the layer.
+
+        ``strict``: ``update_and_fetch`` returns tags without a dense side, for hosts that know that the model
+        hands them to attention and does nothing else with them.
+        """
+        cache = cls.__new__(cls)
+        cache._setup(policy, layer, rope, model, strict)
+        return cache
+
+    def _setup(
+        self, policy: LayerPolicy, layer: int | None = None, rope: Rope | None = None,
+        model: str | None = None, strict: bool = False,
+    ) -> None:  # fmt: skip
+        self.policy = policy
+        self.layer, self._rope, self._model, self._strict = layer, rope, model, strict
+        self._history: History | None = None
+        self._offset = 0
+        self.reads = ReadCount()
+
+    # ---- growing and reading
+
+    def prepare_for(self, *, kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, rows: int = 1) -> None:
+        """Bind the methods to a layer's shape before the first token.
+
+        Raises:
+            SettingsError, UnsupportedShapeError: a method refuses the shape.
+            PluginError: a method breaks the contract.
+        """
+        if self._history is not None:
+            raise CacheStateError("the cache is bound already")
+        name = str(dtype).removeprefix("mlx.core.")
+        if name not in DTYPES:
+            raise UnsupportedShapeError(f"keys and values of {name}: accepted are {', '.join(DTYPES)}")
+        sides: list[BoundSide] = []
+        for side, choice in (("keys", self.policy.keys), ("values", self.policy.values)):
+            facts = resolve(choice.label).facts
+            ctx = PrepareContext(
+                side=side, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, dtype=name,  # type: ignore[arg-type]
+                layer=self.layer if facts and facts.per_layer else None, rope=self._rope, model=self._model,
+            )  # fmt: skip
+            sides.append(bind(choice, ctx, self.policy.fallback))
+        self._history = History(sides[0], sides[1], self.policy.residual, self.policy.sink_tokens, rows)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append tokens and return all of them, tagged so that attention finds the packed codes.
+
+        Args:
+            keys: (B, H, L, D_k), after the rotary embedding.
+            values: (B, H, L, D_v).
+
+        Returns:
+            Two arrays (B, H, T, D) whose dense value exists only if somebody asks for it. The L new tokens are
+            exact in them.
+
+        Raises:
+            UnsupportedShapeError: shapes or dtypes that do not fit each other or the cache; nothing has changed.
+        """
+        self._check(keys, values)
+        if self._history is None:
+            self.prepare_for(
+                kv_heads=keys.shape[1], key_dim=keys.shape[3], value_dim=values.shape[3],
+                dtype=keys.dtype, rows=keys.shape[0],
+            )  # fmt: skip
+        history = self._history
+        assert history is not None
+        if history.rows != keys.shape[0]:  # bound ahead of the first token, for another number of rows
+            history = self._history = history._empty(keys.shape[0])
+        view = history.update(keys, values)
+        self._offset += keys.shape[2]
+        self.reads.updates += 1
+        return tag(view, self.policy.attention, self.reads, self._strict)
+
+    def _check(self, keys: mx.array, values: mx.array) -> None:
+        if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+            raise UnsupportedShapeError(
+                f"keys {keys.shape} and values {values.shape} must be (B, H, L, D) with the same B, H and L"
+            )
+        if not keys.shape[2] or not keys.shape[3] or not values.shape[3] or not keys.shape[0]:
+            raise UnsupportedShapeError(
+                f"keys {keys.shape}, values {values.shape}: every length must be at least 1 (S = 0 adds no token)"
+            )
+        if keys.dtype != values.dtype:
+            raise UnsupportedShapeError(f"keys are {keys.dtype}, values {values.dtype}: they must agree")
+        if self._history is None:
+            return
+        ctx = self._history.bound["keys"].ctx
+        had = (self._history.rows if self._offset else keys.shape[0], ctx.kv_heads, ctx.key_dim, ctx.value_dim, ctx.dtype)
+        now = (*keys.shape[:2], keys.shape[3], values.shape[3], str(keys.dtype).removeprefix("mlx.core."))
+        if had != now:
+            names = ("B", "H", "D of the keys", "D of the values", "dtype")
+            changed = ", ".join(f"{n} {a} -> {b}" for n, a, b in zip(names, had, now, strict=True) if a != b)
+            raise UnsupportedShapeError(f"the cache holds another shape: {changed}; start a new cache for a new shape")
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """All tokens, tagged, without adding any; what models that share a layer's cache read."""
+        return tag(self._view(), self.policy.attention, self.reads, self._strict)
+
+    def decode(self) -> tuple[mx.array, mx.array]:
+        """All tokens in order as plain arrays (B, H, T, D) in the model's dtype; rows are aligned at the right.
+
+        Raises:
+            CacheStateError: the cache is empty.
+        """
+        view = self._view()
+        return views.dense(view, view.keys), views.dense(view, view.values)
+
+    def attend(
+        self,
+        queries: mx.array,
+        *,
+        scale: float,
+        mask: mx.array | str | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attention over all tokens as they are stored; see :func:`vq_core.attention.packed.attend`.
+
+        ``sinks`` are the model's learned attention sinks, (H_q,).
+        """
+        tier = "reference" if self.policy.attention == "reference" else "mlx"
+        return attend(self._view(), queries, scale=scale, mask=mask, sinks=sinks, tier=tier)
+
+    def _view(self) -> CacheView:
+        if self._history is None or not self._offset:
+            raise CacheStateError("the cache is empty: call update_and_fetch first")
+        return self._history.view()
+
+    # ---- mlx-lm's protocol
+
+    @property
+    def offset(self) -> int:
+        """Tokens of the longest row; the rotary position of the next token of an even batch."""
+        return self._offset
+
+    def size(self) -> int:
+        """Tokens held."""
+        return self._offset
+
+    def empty(self) -> bool:
+        """Whether no token is held."""
+        return not self._offset
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every array held, spare capacity included; the methods' shared constants are apart."""
+        return 0 if self._history is None else sum(a.nbytes for a in self._history.arrays())
+
+    def is_trimmable(self) -> bool:
+        """Whether any number of tokens can be dropped now."""
+        if self._history is None:
+            return True
+        facts = [bound.record.facts for bound in self._history.bound.values()]
+        return all(f.capabilities.trimmable for f in facts if f) or not any(self._history.packed)
+
+    def trim(self, n: int) -> int:
+        """Drop the newest n tokens, at most all of the shortest row; returns how many were dropped.
+
+        Raises:
+            SettingsError: a negative count.
+            CacheStateError: the cut reaches packed tokens of a method that cannot be trimmed.
+        """
+        if n < 0:
+            raise SettingsError(f"trim({n}): the count must be 0 or more")
+        if self._history is None or not self._offset:
+            return 0
+        n = min(n, min(self._history.lengths))
+        if n and not self.is_trimmable() and n > min(self._history.window.counts):
+            raise CacheStateError(
+                f"trim({n}): the method cannot drop packed tokens; only the newest "
+                f"{min(self._history.window.counts)} can be dropped"
+            )
+        if n:
+            self._history.trim(n)
+            self._offset -= n
+        return n
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
+        """The causal mask of N new tokens, as mlx-lm's caches make it."""
+        if window_size is None and (N == 1 or not return_array):
+            return None if N == 1 else "causal"
+        rows = mx.arange(self._offset, self._offset + N)[:, None]
+        columns = mx.arange(self._offset + N)[None]
+        mask = rows >= columns
+        return mask if window_size is None else mask & (rows < columns + window_size)
+
+    @property
+    def state(self) -> list[Any]:
+        """One text leaf that says what this is, then every array; enough to make the cache again."""
+        from vq_core.cache.state import dump
+
+        return dump(self)
+
+    @state.setter
+    def state(self, value: Sequence[Any]) -> None:
+        from vq_core.cache.state import restore
+
+        try:
+            restore(self, value)
+        except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+            raise FormatError(f"this is not the state of a PackedKVCache: {error}") from error
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any]) -> PackedKVCache:
+        """A cache from what :attr:`state` gave."""
+        cache = cls.__new__(cls)
+        cache.state = state
+        return cache
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedKVCache:
+        """A copy that shares the arrays, which are never changed in place: it costs no memory until it grows."""
+        new = type(self).__new__(type(self))
+        new._setup(self.policy, self.layer, self._rope, self._model, self._strict)
+        new._history = None if self._history is None else self._history.copy()
+        new._offset = self._offset
+        return new
+
+    # ---- rows of a batch
+
+    @classmethod
+    def join(cls, caches: Sequence[PackedKVCache]) -> PackedKVCache:
+        """One batch of the rows of several caches of one policy and shape, in order.
+
+        Raises:
+            SettingsError: caches of different policies or shapes, or none at all.
+        """
+        caches = list(caches)
+        if not caches:
+            raise SettingsError("join needs at least one cache")
+        if any(c.policy != caches[0].policy for c in caches):
+            raise SettingsError("join needs caches of one policy; these differ in method or settings")
+        new = caches[0].__deepcopy__({})
+        held = [c._history for c in caches]
+        if all(h is None for h in held):
+            return new
+        if any(h is None or not c._offset for h, c in zip(held, caches, strict=True)):
+            raise CacheStateError("join: an empty cache has no shape to join; leave it out")
+        histories = [h for h in held if h is not None]
+        if len({h.bound["keys"].ctx for h in histories}) > 1:
+            raise SettingsError("join needs caches of one shape and dtype")
+        new._history = histories[0].join(histories[1:])
+        new._offset = max(new._history.lengths)
+        return new
+
+    def select(self, rows: Sequence[int]) -> PackedKVCache:
+        """A cache of its own with some rows, in the order given."""
+        view_rows = 0 if self._history is None else self._history.rows
+        if not rows or any(not 0 <= r < view_rows for r in rows):
+            raise SettingsError(f"select({list(rows)}): the cache has rows 0 to {view_rows - 1}")
+        new = self.__deepcopy__({})
+        assert self._history is not None
+        new._history = self._history.select(rows)
+        new._offset = max(new._history.lengths)
+        return new
+
+    def split(self) -> list[PackedKVCache]:
+        """One cache a row."""
+        return [self.select([row]) for row in range(0 if self._history is None else self._history.rows)]
+
+    # ---- telling
+
+    def report(self) -> LayerReport:
+        """What is held, where and how; see :class:`~vq_core.cache.report.LayerReport`."""
+        return describe(self.policy, self._history, self.reads, self.layer)

@@ -1,0 +1,339 @@
+"""The paged store: one side's packed history, for all rows of a batch.
+
+Each field is one array whose leading axis is the page, (capacity, H, *field.shape).  A row (a sequence) owns
+a list of page numbers and a count of tokens; its first token lies at the start of its first page whatever the
+other rows hold, and padding is never stored.  Pages in front make every range of pages one contiguous piece of
+memory: MLX's quantized operations copy a gapped slice on CPU and Metal and refuse it on CUDA.
+
+Why not (B, H, pages, ...): appending would write between other heads' pages, rows of unequal length would store
+padding, and a tile of pages would be a gapped slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+import mlx.core as mx
+
+from vq_core.api.layout import Field, Layout
+
+SPARE_TOKENS = 128
+SPARE_SHARE = 0.03
+
+
+@attrs.frozen(eq=False)
+class Pages:
+    """A reading of some rows' pages, what attention works on.
+
+    Attributes:
+        tile: Paged fields, (N, H, *field.shape), and fields of the sequence, (N or 1, H, *field.shape).
+        count: N.
+        depth: Pages of the longest row.
+        row: For each page its row, (N,) int32; ``None`` with one row.
+        table: For each row and depth the page, (B, depth) int32, 0 where a row has fewer; ``None`` where the
+            pages lie depth by depth, row by row.
+        held: With a table, whether row and depth have a page, (B, depth) bool.
+        place: With a table, for each page its depth * B + its row, (N,) int32, -1 for a page not read.
+    """
+
+    tile: dict[str, mx.array]
+    count: int
+    depth: int
+    row: mx.array | None
+    table: mx.array | None = None
+    held: mx.array | None = None
+    place: mx.array | None = None
+
+    def part(self, begin: int, end: int) -> dict[str, mx.array]:
+        """The tile of pages ``begin`` to ``end`` as they lie in memory."""
+        return {name: a[begin:end] if a.shape[0] == self.count else a for name, a in self.tile.items()}
+
+    def depths(self, begin: int, end: int, rows: int) -> dict[str, mx.array]:
+        """The tile of depths ``begin`` to ``end`` of every row, depth by depth, row by row."""
+        if self.table is None:
+            return self.part(begin * rows, end * rows)
+        ids = self.table[:, begin:end].T.reshape(-1)
+        return {name: mx.take(a, ids, axis=0) for name, a in self.tile.items()}
+
+
+def _axis(field: Field) -> int:
+    assert field.axis is not None
+    return field.axis + 2
+
+
+def _spare_allowed(tokens: int) -> int:
+    return max(SPARE_TOKENS, int(SPARE_SHARE * tokens))
+
+
+def _along(array: mx.array, axis: int, begin: int, end: int) -> mx.array:
+    return array[(slice(None),) * axis + (slice(begin, end),)]
+
+
+class PageStore:
+    """Packed history of one side.
+
+    Args:
+        layout: The method's layout.
+        heads: KV heads, H.
+        rows: Rows of the batch, B.
+    """
+
+    def __init__(self, layout: Layout, heads: int, rows: int):
+        self.layout = layout
+        self.heads = heads
+        self.tokens = [0] * rows
+        self.owned: list[list[int]] = [[] for _ in range(rows)]
+        self.paged: dict[str, mx.array] = {}
+        self.sequence: dict[str, mx.array] = {}
+        self.capacity = 0
+        self._views: dict[tuple[int, ...], Pages] = {}
+
+    def copy(self) -> PageStore:
+        """A store of its own that shares the arrays: no array is ever changed in place."""
+        new = PageStore(self.layout, self.heads, self.rows)
+        new.tokens, new.owned = list(self.tokens), [list(o) for o in self.owned]
+        new.paged, new.sequence, new.capacity = dict(self.paged), dict(self.sequence), self.capacity
+        return new
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.tokens)
+
+    @property
+    def used(self) -> int:
+        """Pages that hold tokens."""
+        return sum(map(len, self.owned))
+
+    def arrays(self) -> list[mx.array]:
+        """Every array held, spare capacity included."""
+        return [*self.paged.values(), *self.sequence.values()]
+
+    def nbytes(self, codes: bool | None = None) -> int:
+        """Bytes held, spare capacity included; of codes or of metadata only where asked."""
+        kinds = {f.name: f.codes for f in self.layout.fields}
+        held = [*self.paged.items(), *self.sequence.items()]
+        return sum(a.nbytes for name, a in held if codes is None or kinds[name] == codes)
+
+    def spare_bytes(self, codes: bool | None = None) -> int:
+        """Bytes of capacity that no token uses; of codes or of metadata only where asked."""
+        kinds = {f.name: f.codes for f in self.layout.fields}
+        places = self.capacity * self.layout.page
+        return sum(
+            array.nbytes - array.nbytes * sum(self.tokens) // places
+            for name, array in self.paged.items()
+            if codes is None or kinds[name] == codes
+        )
+
+    # ---- writing
+
+    def append(self, rows: Sequence[int], data: Mapping[str, mx.array], n: int) -> None:
+        """Add n tokens, whole blocks, to each of ``rows``; all of them must be filled to the same place of a page.
+
+        Args:
+            rows: Row numbers, ascending.
+            data: Paged fields (len(rows), H, *field.shape), n tokens along the token axis.
+            n: Tokens.
+        """
+        self._views.clear()
+        page = self.layout.page
+        fill = self.tokens[rows[0]] % page
+        head = min(n, page - fill) if fill else 0
+        depth = -(-(n - head) // page)
+        first = self.used
+        if head:
+            self._write_partial([self.owned[r][-1] for r in rows], data, fill, head)
+        if depth:
+            total = sum(self.tokens) + n * len(rows)
+            self._extend(data, head, n, depth, first, first + depth * len(rows), total)
+            for i, row in enumerate(rows):
+                self.owned[row].extend(first + d * len(rows) + i for d in range(depth))
+        for row in rows:
+            self.tokens[row] += n
+
+    def start(self, rows: Sequence[int], data: Mapping[str, mx.array]) -> None:
+        """Set the fields of the sequence of ``rows``, (len(rows), H, *field.shape)."""
+        self._views.clear()
+        for field in self.layout.sequence:
+            value = data[field.name]
+            if len(rows) == self.rows:
+                self.sequence[field.name] = value
+                continue
+            old = self.sequence.get(field.name)
+            if old is None:
+                old = mx.zeros((self.rows, *value.shape[1:]), value.dtype)
+            new = old.reshape(old.shape)  # a wrapper of its own: what was handed out must not change
+            new[mx.array(list(rows))] = value
+            self.sequence[field.name] = new
+
+    def _write_partial(self, ids: list[int], data: Mapping[str, mx.array], fill: int, n: int) -> None:
+        runs = [(0, len(ids))] if ids == list(range(ids[0], ids[0] + len(ids))) else [(i, i + 1) for i in range(len(ids))]
+        for field in self.layout.paged:
+            old = self._widen(field, data[field.name])
+            new = old.reshape(old.shape)
+            axis = _axis(field)
+            begin, end = self.layout.units(field, fill), self.layout.units(field, fill + n)
+            piece = _along(data[field.name], axis, 0, end - begin)
+            for a, b in runs:
+                place = (slice(ids[a], ids[b - 1] + 1), *(slice(None),) * (axis - 1), slice(begin, end))
+                new[place] = piece[a:b]
+            self.paged[field.name] = new
+
+    def _extend(
+        self, data: Mapping[str, mx.array], begin: int, end: int, depth: int, used: int, needed: int, total: int
+    ) -> None:
+        """Write tokens ``begin`` to ``end`` of ``data`` as new pages ``used`` to ``needed``."""
+        layout, spare = self.layout, self._spare_pages(needed, total)
+        for field in layout.paged:
+            axis, length = _axis(field), field.shape[field.axis or 0]
+            piece = _along(data[field.name], axis, layout.units(field, begin), layout.units(field, end))
+            short = depth * length - piece.shape[axis]
+            if short:
+                piece = mx.pad(piece, [(0, short if i == axis else 0) for i in range(piece.ndim)])
+            split = piece.reshape(*piece.shape[:axis], depth, length, *piece.shape[axis + 1 :])
+            split = mx.moveaxis(split, axis, 0).reshape(needed - used, self.heads, *field.shape)
+            self._place(field, split, used, needed, spare)
+        self.capacity = next(iter(self.paged.values())).shape[0]
+
+    def _place(self, field: Field, pages: mx.array, used: int, needed: int, spare: int) -> None:
+        old = self._widen(field, pages)
+        if needed <= self.capacity:
+            new = old.reshape(old.shape)
+            new[used:needed] = pages
+        else:
+            parts = [old[:used]] if used else []
+            parts.append(pages.astype(old.dtype))
+            if spare:
+                parts.append(mx.zeros((spare, *pages.shape[1:]), old.dtype))
+            new = mx.concatenate(parts) if len(parts) > 1 else mx.contiguous(parts[0])
+        self.paged[field.name] = new
+
+    def _widen(self, field: Field, rows: mx.array) -> mx.array:
+        """The field's array, converted to the wide dtype if these rows need it."""
+        old = self.paged.get(field.name)
+        if old is None:
+            old = mx.zeros((0, self.heads, *field.shape), rows.dtype)
+        return old.astype(rows.dtype) if rows.dtype.size > old.dtype.size else old
+
+    def _spare_pages(self, needed: int, tokens: int) -> int:
+        """Pages to add beyond the needed ones, so that capacity not used stays within 128 tokens or 3%."""
+        page = self.layout.page
+        allowed = _spare_allowed(tokens) - (needed * page - tokens)
+        return max(0, allowed // page)
+
+    # ---- cutting, selecting, joining
+
+    def cut(self, tokens: Sequence[int]) -> None:
+        """Keep the first ``tokens[b]`` tokens, whole blocks, of each row; what follows them is zeroed or freed."""
+        keep = [owned[: -(-n // self.layout.page)] for owned, n in zip(self.owned, tokens, strict=True)]
+        self._keep(keep, list(tokens), range(self.rows))
+        for row, n in enumerate(tokens):
+            if n % self.layout.page:
+                # A stale scale of NaN would turn the zero weight of an empty place into NaN.
+                self._write_partial([self.owned[row][-1]], self._blank(n), n % self.layout.page, -n % self.layout.page)
+
+    def select(self, rows: Sequence[int]) -> PageStore:
+        """A store of its own with copies of some rows, in the order given."""
+        new = PageStore(self.layout, self.heads, len(rows))
+        new.paged, new.capacity = dict(self.paged), self.capacity
+        new.sequence = dict(self.sequence)
+        new._keep([self.owned[r] for r in rows], [self.tokens[r] for r in rows], rows)
+        return new
+
+    @classmethod
+    def join(cls, stores: Sequence[PageStore]) -> PageStore:
+        """All rows of several stores of one layout, in order."""
+        first = stores[0]
+        new = cls(first.layout, first.heads, sum(s.rows for s in stores))
+        offsets, total = [], 0
+        for store in stores:
+            offsets.append(total)
+            total += store.used
+        new.tokens = [n for s in stores for n in s.tokens]
+        compact = [s.select(range(s.rows)) for s in stores]
+        new.owned = [[p + o for p in owned] for s, o in zip(compact, offsets, strict=True) for owned in s.owned]
+        for field in first.layout.fields:
+            if field.axis is None:
+                held = [s.sequence.get(field.name) for s in compact]
+                like = next((a for a in held if a is not None), None)
+                if like is not None:
+                    blank = [mx.zeros((s.rows, *like.shape[1:]), like.dtype) for s in compact]
+                    new.sequence[field.name] = mx.concatenate(
+                        [b if a is None else a for a, b in zip(held, blank, strict=True)]
+                    )
+            else:
+                parts = [s.paged[field.name][: s.used] for s in compact if s.used]
+                if parts:
+                    widest = max((p.dtype for p in parts), key=lambda d: d.size)
+                    new.paged[field.name] = mx.concatenate([p.astype(widest) for p in parts])
+        new.capacity = total
+        return new
+
+    def _keep(self, owned: list[list[int]], tokens: list[int], rows: Iterable[int]) -> None:
+        """Make ``owned`` (page numbers of today) the whole content, pages in depth-first order."""
+        self._views.clear()
+        order = [(d, b) for d in range(max(map(len, owned), default=0)) for b in range(len(owned)) if d < len(owned[b])]
+        ids = [owned[b][d] for d, b in order]
+        tidy = ids == list(range(len(ids)))
+        spare = self.capacity * self.layout.page - sum(tokens)
+        if ids and not (tidy and spare <= _spare_allowed(sum(tokens))):
+            take = mx.array(ids, mx.int32)
+            self.paged = {name: mx.take(array, take, axis=0) for name, array in self.paged.items()}
+            self.capacity = len(ids)
+        elif not ids:
+            self.paged, self.capacity = {}, 0
+        self.owned = [[] for _ in owned]
+        for number, (_, b) in enumerate(order):
+            self.owned[b].append(number)
+        self.tokens = tokens
+        which = list(rows)
+        if self.sequence and which != list(range(next(iter(self.sequence.values())).shape[0])):
+            pick = mx.array(which, mx.int32)
+            self.sequence = {name: mx.take(array, pick, axis=0) for name, array in self.sequence.items()}
+
+    def _blank(self, n: int) -> dict[str, mx.array]:
+        rest = -n % self.layout.page
+        blank = {}
+        for field in self.layout.paged:
+            shape = list(field.shape)
+            shape[field.axis or 0] = self.layout.units(field, rest)
+            blank[field.name] = mx.zeros((1, self.heads, *shape), self.paged[field.name].dtype)
+        return blank
+
+    # ---- reading
+
+    def view(self, tokens: Sequence[int] | None = None) -> Pages:
+        """The pages of the first ``tokens[b]`` tokens of each row (all by default). Kept until the next write."""
+        tokens = tuple(self.tokens if tokens is None else tokens)
+        if tokens not in self._views:
+            self._views[tokens] = self._view(tokens)
+        return self._views[tokens]
+
+    def _view(self, tokens: tuple[int, ...]) -> Pages:
+        pages = [-(-n // self.layout.page) for n in tokens]
+        depth, rows = max(pages), self.rows
+        regular = all(
+            owned[: pages[b]] == list(range(b, b + depth * rows, rows)) for b, owned in enumerate(self.owned)
+        )
+        count = depth * rows if regular else self.used
+        tile = {n: a if a.shape[0] == count else a[:count] for n, a in self.paged.items()}
+        row = None
+        extra: dict[str, mx.array] = {}
+        if rows > 1:
+            of, place = [0] * count, [-1] * count
+            for b, owned in enumerate(self.owned):
+                for d, number in enumerate(owned):
+                    if number < count:
+                        of[number] = b
+                        place[number] = d * rows + b if d < pages[b] else -1
+            row = mx.array(of, mx.int32)
+            if not regular:
+                extra = {
+                    "table": mx.array([(o[:n] + [0] * depth)[:depth] for o, n in zip(self.owned, pages, strict=True)]),
+                    "held": mx.array([[d < n for d in range(depth)] for n in pages]),
+                    "place": mx.array(place, mx.int32),
+                }
+        for name, array in self.sequence.items():
+            tile[name] = array if row is None else mx.take(array, row, axis=0)
+        return Pages(tile, count, depth, row, **extra)

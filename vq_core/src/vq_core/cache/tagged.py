@@ -1,0 +1,153 @@
+"""Tags: what ``update_and_fetch`` returns.
+
+mlx-lm's models pass what a cache returns to ``mx.fast.scaled_dot_product_attention`` and mostly do nothing else
+with it.  A tag is a real array whose value is an unevaluated expression of the dense tokens, and which carries
+the packed reading; a host's hook recognises it and the dense expression is dropped unevaluated.  Any other
+operation on it computes densely: slower, correct, and counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from vq_core.attention import view as views
+from vq_core.attention.packed import attend
+from vq_core.attention.view import CacheView
+from vq_core.errors import CacheStateError
+
+
+@attrs.define(eq=False)
+class ReadCount:
+    """How what a cache returned was read.
+
+    Attributes:
+        updates: Calls of ``update_and_fetch``.
+        packed: Attentions that read the packed reading.
+        dense: Strict tags that were asked for their dense value.
+        last: The updates up to which an attention has read packed.
+    """
+
+    updates: int = 0
+    packed: int = 0
+    dense: int = 0
+    last: int = 0
+    read: int = 0
+
+    def attended(self) -> None:
+        """Count one attention on the packed reading."""
+        self.packed += 1
+        if self.last != self.updates:
+            self.last = self.updates
+            self.read += 1
+
+    @property
+    def lost(self) -> int:
+        """Updates whose tags no attention has read: the model computed densely, or not at all."""
+        return self.updates - self.read
+
+
+@attrs.frozen(eq=False)
+class Reading:
+    """What a pair of tags stands for."""
+
+    view: CacheView
+    tier: str
+    reads: ReadCount
+
+    def attend(self, queries: mx.array, *, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
+        """Attention on the packed reading."""
+        self.reads.attended()
+        return attend(self.view, queries, scale=scale, mask=mask, sinks=sinks, tier=self.tier)
+
+
+class TaggedArray(mx.array):  # type: ignore[misc]
+    """An array that carries the packed reading it is the dense value of; lost by every operation."""
+
+    vq_reading: Reading
+    vq_side: str
+
+
+class StrictTag:
+    """A tag without a dense side; made where a host knows that only attention reads it.
+
+    Asking it for anything but its shape makes the dense side after all, plainly, and counts it.
+    """
+
+    __slots__ = ("_dense", "vq_reading", "vq_side")
+
+    def __init__(self, reading: Reading, side: str):
+        self.vq_reading, self.vq_side = reading, side
+        self._dense: mx.array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(B, H, T, D)."""
+        view = self.vq_reading.view
+        exact = getattr(view, self.vq_side).exact
+        return (view.rows, exact.shape[1], view.length, exact.shape[3])
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The model's dtype."""
+        dtype: mx.Dtype = getattr(self.vq_reading.view, self.vq_side).exact.dtype
+        return dtype
+
+    @property
+    def ndim(self) -> int:
+        """4."""
+        return 4
+
+    def dense(self) -> mx.array:
+        """The dense value, made on demand."""
+        if self._dense is None:
+            view = self.vq_reading.view
+            self._dense = views.dense(view, getattr(view, self.vq_side))
+            self.vq_reading.reads.dense += 1
+        return self._dense
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, index: Any) -> mx.array:
+        return self.dense()[index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise CacheStateError("what update_and_fetch returned is for one step and cannot be copied")
+
+
+def _operator(name: str) -> Any:
+    def call(self: StrictTag, *args: Any) -> Any:
+        return getattr(self.dense(), name)(*args)
+
+    return call
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "rmatmul", "neg"):
+    setattr(StrictTag, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def tag(view: CacheView, attention: str, reads: ReadCount, strict: bool) -> tuple[Any, Any]:
+    """The pair of tags for a reading."""
+    reading = Reading(view, "reference" if attention == "reference" else "mlx", reads)
+    if strict:
+        return StrictTag(reading, "keys"), StrictTag(reading, "values")
+    pair = []
+    for side, stored in (("keys", view.keys), ("values", view.values)):
+        made = TaggedArray(views.dense(view, stored))
+        made.vq_reading, made.vq_side = reading, side
+        pair.append(made)
+    return pair[0], pair[1]
+
+
+def reading_of(keys: Any, values: Any) -> Reading | None:
+    """The reading that both tags share, ``None`` if these are not a pair of tags."""
+    if type(keys) not in (TaggedArray, StrictTag) or type(values) not in (TaggedArray, StrictTag):
+        return None
+    reading: Reading = keys.vq_reading
+    same = values.vq_reading is reading and (keys.vq_side, values.vq_side) == ("keys", "values")
+    return reading if same else None

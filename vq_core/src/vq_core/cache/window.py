@@ -1,0 +1,124 @@
+"""The exact tokens of a layer: the newest ones, and the first few of each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+
+def owned(x: mx.array, begin: int, end: int) -> mx.array:
+    """Tokens ``begin`` to ``end`` of (B, H, S, D) in memory of their own.
+
+    A slice, even through ``mx.contiguous`` when B = H = 1, keeps the whole of ``x`` alive.
+    """
+    # The gather gives new memory, with the tokens' axis outermost; products would copy that at every step.
+    return mx.contiguous(mx.take(x, mx.arange(begin, end, dtype=mx.int32), axis=2))
+
+
+class Window:
+    """Exact tokens, each row's aligned at the right.
+
+    Attributes:
+        keys, values: (B, H, W, D), ``None`` before the first update.
+        counts: Tokens of each row.
+        approximate: How many of them, the oldest that are no sink tokens, came back from codes by a trim.
+        sink_keys, sink_values: (B, H, s, D) first tokens, ``None`` while no row has passed its first block.
+        sinks: First tokens held there for each row, 0 or s.
+    """
+
+    def __init__(self, rows: int):
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.counts = [0] * rows
+        self.approximate = [0] * rows
+        self.sink_keys: mx.array | None = None
+        self.sink_values: mx.array | None = None
+        self.sinks = [0] * rows
+
+    def arrays(self) -> list[mx.array]:
+        """Every array held."""
+        held = (self.keys, self.values, self.sink_keys, self.sink_values)
+        return [a for a in held if a is not None]
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def spare_bytes(self) -> int:
+        """Bytes at the left of rows that are shorter than the longest."""
+        spare = 0
+        for held, counts in (
+            ((self.keys, self.values), self.counts),
+            ((self.sink_keys, self.sink_values), self.sinks),
+        ):
+            for a in held:
+                if a is not None and a.shape[2]:
+                    spare += a.nbytes - a.nbytes // (a.shape[0] * a.shape[2]) * sum(counts)
+        return spare
+
+    def joined(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The window with new tokens (B, H, L, D) at its right; always memory of its own."""
+        if self.keys is None or self.values is None or not self.width:
+            n = keys.shape[2]
+            return owned(keys, 0, n), owned(values, 0, n)
+        return mx.concatenate([self.keys, keys], axis=2), mx.concatenate([self.values, values], axis=2)
+
+    def keep_sinks(self, rows: Sequence[int], keys: mx.array, values: mx.array) -> None:
+        """Store the first tokens (len(rows), H, s, D) of rows that flush for the first time."""
+        count = keys.shape[2]
+        for name, new in (("sink_keys", keys), ("sink_values", values)):
+            held = getattr(self, name)
+            if len(rows) == len(self.counts):
+                setattr(self, name, owned(new, 0, count))
+                continue
+            held = mx.zeros((len(self.counts), *new.shape[1:]), new.dtype) if held is None else held.reshape(held.shape)
+            held[mx.array(list(rows))] = new
+            setattr(self, name, held)
+        for row in rows:
+            self.sinks[row] = count
+
+    def copy(self) -> Window:
+        """A window that shares the arrays: none is changed in place."""
+        new = Window(len(self.counts))
+        new.__dict__.update({k: list(v) if isinstance(v, list) else v for k, v in self.__dict__.items()})
+        return new
+
+    def select(self, rows: Sequence[int]) -> Window:
+        """Some rows, cut to their longest."""
+        new = Window(len(rows))
+        new.counts = [self.counts[r] for r in rows]
+        new.approximate = [self.approximate[r] for r in rows]
+        new.sinks = [self.sinks[r] for r in rows]
+        if self.keys is not None and self.values is not None:
+            pick, width = mx.array(list(rows), mx.int32), max(new.counts)
+            new.keys = owned(mx.take(self.keys, pick, axis=0), self.width - width, self.width)
+            new.values = owned(mx.take(self.values, pick, axis=0), self.width - width, self.width)
+            if self.sink_keys is not None and self.sink_values is not None and any(new.sinks):
+                new.sink_keys = mx.take(self.sink_keys, pick, axis=0)
+                new.sink_values = mx.take(self.sink_values, pick, axis=0)
+        return new
+
+    @classmethod
+    def join(cls, windows: Sequence[Window]) -> Window:
+        """The rows of several windows, in order; shorter ones get zeros at their left."""
+        new = cls(sum(len(w.counts) for w in windows))
+        new.counts = [n for w in windows for n in w.counts]
+        new.approximate = [n for w in windows for n in w.approximate]
+        new.sinks = [n for w in windows for n in w.sinks]
+        for name in ("keys", "values", "sink_keys", "sink_values"):
+            held = [getattr(w, name) for w in windows]
+            like = next((a for a in held if a is not None), None)
+            if like is None:
+                continue
+            width = max(a.shape[2] for a in held if a is not None)
+            blank = [mx.zeros((len(w.counts), like.shape[1], width, like.shape[3]), like.dtype) for w in windows]
+            parts = [b if a is None else _left_padded(a, width) for a, b in zip(held, blank, strict=True)]
+            setattr(new, name, mx.concatenate(parts))
+        return new
+
+
+def _left_padded(a: mx.array, width: int) -> mx.array:
+    short = width - a.shape[2]
+    return mx.pad(a, [(0, 0), (0, 0), (short, 0), (0, 0)]) if short else a

@@ -1,0 +1,1 @@
+"""The `vq` command: parses, calls, prints."""

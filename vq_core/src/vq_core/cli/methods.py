@@ -1,0 +1,174 @@
+"""`vq list-methods` and `vq info`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from vq_core.api import MethodFacts, PrepareContext
+    from vq_core.plugins.records import MethodRecord
+
+STATUS_STYLE = {"ok": "green", "broken": "red", "incompatible": "red", "shadowed": "yellow", "disabled": "dim"}
+
+
+def records() -> list[MethodRecord]:
+    """All records; what plugins print while they load goes to stderr, so that stdout stays ours."""
+    from vq_core.plugins.registry import list_methods
+
+    with contextlib.redirect_stdout(sys.stderr):
+        return list_methods()
+
+
+def list_methods(
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 if any method cannot be used.")] = False,
+) -> None:
+    """List the installed methods, usable or not."""
+    found = records()
+    if as_json:
+        typer.echo(json.dumps([record.as_dict() for record in found], indent=2))
+    else:
+        _print_table(found)
+    if strict and any(record.status not in ("ok", "disabled") for record in found):
+        raise typer.Exit(1)
+
+
+def info(
+    method: Annotated[str, typer.Argument(help="A method, with settings if wanted: kivi or kivi:bits=4.")],
+    head_dim: Annotated[int, typer.Option(min=1, help="Head size for the bits per element.")] = 128,
+) -> None:
+    """Show one method: paper, settings, capabilities, bits per element."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from vq_core.api.settings import build_settings, format_choice, parse_choice
+    from vq_core.plugins.registry import resolve
+
+    choice = parse_choice(method)
+    records()
+    record = resolve(choice.label)
+    assert record.facts is not None
+    facts = record.facts
+    settings = build_settings(record.name, facts.settings, choice.options)
+
+    console = Console(highlight=False)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = [
+        ("method", record.name),
+        ("summary", facts.summary),
+        ("paper", facts.paper or "none"),
+        ("package", f"{record.distribution} {record.version} ({record.entry_point}), API version {facts.api_version}"),
+        ("sides", ", ".join(facts.sides)),
+        *_capabilities(facts, settings, head_dim),
+        ("settings", format_choice(record.name, settings)),
+        *_bits(facts, f"{record.label}:{_options(settings)}", head_dim),
+    ]
+    for name, value in rows:
+        table.add_row(name, _plain(value))
+    console.print(table)
+    _print_settings(console, facts)
+
+
+def _print_table(found: list[MethodRecord]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not found:
+        typer.echo("no methods are installed; for example: pip install vq-kivi")
+        return
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("method", "status", "distribution", "version", "sides"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("summary, or what is wrong", overflow="fold")
+    for record in found:
+        facts = record.facts
+        said = record.reason or (facts.summary if facts else "")
+        sides = ", ".join(facts.sides) if facts else ""
+        cells = (record.name, record.status, record.distribution, record.version, sides, said)
+        style = STATUS_STYLE[record.status]
+        table.add_row(*(_plain(cell, style if at == 1 else "") for at, cell in enumerate(cells)))
+    console.print(table)
+    if any(record.status not in ("ok", "disabled") for record in found):
+        console.print("`vq doctor NAME` shows the traceback.", style="dim")
+
+
+def _print_settings(console: Console, facts: MethodFacts) -> None:
+    import attrs
+    from rich.table import Table
+
+    fields = attrs.fields(facts.settings)
+    if not fields:
+        console.print("\nThis method has no settings.")
+        return
+    table = Table(title="settings", title_justify="left", box=None, pad_edge=False)
+    for heading in ("name", "default", "accepted"):
+        table.add_column(heading)
+    table.add_column("meaning", overflow="fold")
+    for field in fields:
+        accepted = field.metadata.get("accepted") or f"any {type(field.default).__name__}"
+        texts = (field.name, str(field.default), accepted, field.metadata.get("help", ""))
+        table.add_row(*map(_plain, texts))
+    console.print()
+    console.print(table)
+
+
+def _capabilities(facts: MethodFacts, settings: Any, head_dim: int) -> Iterator[tuple[str, str]]:
+    able = facts.capabilities
+    yield "head sizes", "every size" if able.head_dims is None else ", ".join(map(str, able.head_dims))
+    yield "exact", "decodes to the input bit for bit" if able.exact else "no"
+    if able.needs_calibration:
+        yield "calibration", "needed: it refuses to run without an artifact"
+    if not able.trimmable:
+        yield "trim", "not behind the packed frontier"
+    if able.gaussian_error is not None:
+        bound = able.gaussian_error(settings, head_dim)
+        yield "error", f"relative squared error on N(0, 1) at most {bound:.4g} at head size {head_dim}"
+
+
+def _bits(facts: MethodFacts, text: str, head_dim: int) -> Iterator[tuple[str, str]]:
+    """Bits per stored number of each side, or why they cannot be told here."""
+    from vq_core.api import PrepareContext, VQError
+
+    for side in facts.sides:
+        context = PrepareContext(side=side, kv_heads=8, key_dim=head_dim, value_dim=head_dim, dtype="float16")
+        try:
+            codes, metadata = _bits_per_element(text, context)
+        except VQError as error:
+            # Refusing a head size or asking for calibration is an answer; the rest of the page still helps.
+            said = f"refused: {error}"
+        except ImportError as error:
+            said = f"needs MLX ({error}); see `vq doctor`"
+        else:
+            said = f"{codes:.4g} codes + {metadata:.4g} metadata = {codes + metadata:.4g} bits per element"
+        yield f"{side} (head size {head_dim})", said
+
+
+def _bits_per_element(text: str, context: PrepareContext) -> tuple[float, float]:
+    from vq_core.plugins.binding import bind
+
+    return bind(text, context).layout.bits_per_element(context.head_dim)
+
+
+def _options(settings: Any) -> str:
+    from vq_core.api.settings import format_choice
+
+    return format_choice("", settings).removeprefix(":")
+
+
+def _plain(text: str, style: str = "") -> Any:
+    from rich.text import Text
+
+    # Texts from plugins are not markup: a summary may hold [brackets].
+    return Text(text, style=style)

@@ -1,0 +1,127 @@
+"""The demonstration: one prompt on the model that ships, with the fp16 cache and with packed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+if TYPE_CHECKING:
+    from vq_core.hosts.mlx_lm.generate import Run
+
+METHODS = ("kivi:bits=4", "kivi:bits=2")
+PREFILL = 512
+
+
+@attrs.frozen
+class Arm:
+    """One cache of the demonstration.
+
+    Attributes:
+        name: The method in text form, or ``fp16``.
+        prompt_end: The end of the prompt, for showing.
+        text: What was generated.
+        tokens, packed: Tokens of a layer, and how many of them are packed.
+        held: Bytes of every array the caches hold.
+        fp16: What the same tokens take in a float16 cache without spare capacity.
+        kl, top1, perplexity, scored, packed_share: See :class:`vq_core.evaluate.divergence.Divergence`.
+    """
+
+    name: str
+    prompt_end: str
+    text: str
+    tokens: int
+    packed: int
+    held: int
+    fp16: int
+    kl: float
+    top1: float
+    perplexity: float
+    scored: int
+    packed_share: float
+
+    @property
+    def ratio(self) -> float:
+        """fp16 bytes over bytes held."""
+        return self.fp16 / self.held
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return attrs.asdict(self) | {"ratio": round(self.ratio, 4)}
+
+
+def run_demo(
+    *,
+    methods: Sequence[str] = METHODS,
+    max_tokens: int = 200,
+    scored: int = 600,
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[Arm]:
+    """Generate and score with the model's own cache and with each method.
+
+    Args:
+        methods: Text forms of methods that hold both sides.
+        max_tokens: New tokens.
+        scored: Tokens of held-out text scored after a prefill of 512.
+        tell: Receives a line about each thing done.
+
+    Raises:
+        VQError: a method that is unknown or refuses.
+    """
+    from vq_core.cache.policy import LayerPolicy
+    from vq_core.demo import MODEL_PATH, heldout_text, prompt_text
+    from vq_core.evaluate.divergence import divergence
+    from vq_core.hosts.mlx_lm import compressed
+    from vq_core.hosts.mlx_lm.generate import load, stream
+
+    for method in methods:
+        LayerPolicy.make(method=method)
+    tell(f"loading {MODEL_PATH}")
+    model, tokenizer = load(MODEL_PATH)
+    prompt, text = prompt_text(), tokenizer.encode(heldout_text())[: PREFILL + scored + 1]
+    end = prompt.splitlines()[-1][-80:]
+    size = len(tokenizer.encode(prompt))
+    tell(f"fp16: continuing a prompt of {size} tokens by {max_tokens}")
+    plain = _last(stream(model, tokenizer, prompt, max_tokens=max_tokens))
+    arms, unchanged = [], 0.0
+    for method in methods:
+        with compressed(model, method=method) as handle:
+            tell(f"{method}: continuing the same prompt")
+            run = _last(stream(model, tokenizer, prompt, handle=handle, max_tokens=max_tokens))
+            tell(f"{method}: scoring {scored} tokens of another text against the fp16 cache")
+            found = divergence(
+                model, text, handle.plain_cache(), handle.make_cache(), prefill=PREFILL
+            )
+        assert run.report is not None
+        layer, unchanged = run.report.packed_layers[0], found.reference_perplexity
+        arms.append(
+            Arm(
+                method,
+                end,
+                run.text,
+                layer.tokens,
+                layer.packed,
+                run.held,
+                run.fp16,
+                found.kl,
+                found.top1,
+                found.perplexity,
+                found.tokens,
+                found.packed_share,
+            )  # fmt: skip
+        )
+    tokens = plain.prompt_tokens + plain.generation_tokens
+    fp16 = Arm(
+        "fp16", end, plain.text, tokens, 0, plain.held, plain.fp16, 0.0, 1.0, unchanged, scored, 0.0
+    )
+    return [fp16, *arms]
+
+
+def _last(runs: Iterator[tuple[str, Run]]) -> Run:
+    """Run to the end."""
+    last = None
+    for _, last in runs:
+        pass
+    assert last is not None
+    return last

@@ -1,0 +1,1 @@
+"""Measuring what a compressed cache does to a model's predictions."""

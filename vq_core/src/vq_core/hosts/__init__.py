@@ -1,0 +1,1 @@
+"""Hosts: the libraries whose models vq serves.  Each package here alone knows its library."""

@@ -1,0 +1,322 @@
+"""``compress``: prepare a loaded mlx-lm model so that the caches it makes are packed."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+import mlx.core as mx
+
+from vq_core.cache.policy import Attention, CachePolicy, Fallback
+from vq_core.cache.report import LayerReport, describe
+from vq_core.cache.shell import PackedKVCache
+from vq_core.errors import SettingsError, VQError
+from vq_core.hosts.mlx_lm import hook
+from vq_core.hosts.mlx_lm.report import LayerEntry, ModelReport
+from vq_core.hosts.mlx_lm.versions import check_version
+
+Dense = Literal["auto", "lazy", "strict"]
+_MARK = "vq_handle"
+"""Attribute of our ``make_cache`` function that leads to its handle."""
+
+
+@attrs.define
+class _Layer:
+    """What is known of one layer: its native cache's class, why it stays native, its shape once seen."""
+
+    native: str
+    reason: str
+    shape: dict[str, Any] | None = None
+    strict: bool = False
+    dense: str = ""
+
+
+class CompressedModel:
+    """Handle of a model prepared by :func:`compress`."""
+
+    def __init__(self, model: Any, policy: CachePolicy, dense: Dense):
+        self.model, self.policy = model, policy
+        self._original = model.__dict__.get("make_cache")
+        self._notes: list[str] = []
+        self._warned: set[int] = set()
+        self._made: list[tuple[Any, list[LayerReport]]] = []
+        self._active = False
+        native = self._native()
+        policy.check(len(native))
+        self._layers = [self._judge(i, cache, len(native)) for i, cache in enumerate(native)]
+        hook.install()
+        try:
+            self._try_out(dense)
+        finally:
+            hook.uninstall()
+        self.redo()
+
+    # ---- what the user calls
+
+    def make_cache(self) -> list[Any]:
+        """Fresh caches, one a layer: ours where the layer is full attention, else the model's own."""
+        caches = self._fresh()
+        self._made = []
+        for cache in caches:
+            last: list[LayerReport] = []
+            if isinstance(cache, PackedKVCache):
+                # The report outlives the cache, its arrays do not.
+                weakref.finalize(cache, _keep_report, cache.__dict__, last).atexit = False
+            self._made.append((_reference(cache), last))
+        return caches
+
+    def plain_cache(self) -> list[Any]:
+        """Fresh caches as the model makes them by itself, for comparison."""
+        return self._native()
+
+    def report(self, caches: Sequence[Any] | None = None) -> ModelReport:
+        """What the caches hold.
+
+        Args:
+            caches: The caches to report; by default those that the model made last.
+        """
+        entries = []
+        for index, layer in enumerate(self._layers):
+            if caches is not None:
+                cache, last = caches[index], []
+            elif self._made:
+                reference, last = self._made[index]
+                cache = reference()
+            else:
+                cache, last = None, []
+            entries.append(self._entry(index, layer, cache, last))
+        notes = list(self._notes)
+        ours = [e.report for e in entries if e.report is not None]
+        if not ours:
+            notes.append("no layer is packed: every layer keeps the model's own cache")
+        elif any(r.tokens for r in ours) and not any(r.packed for r in ours):
+            notes.append("a method was asked for and no token is packed: the context is within the exact window")
+        return ModelReport(tuple(entries), tuple(notes))
+
+    def redo(self) -> None:
+        """Prepare the model again after :meth:`undo`."""
+        if self._active:
+            return
+
+        def make_cache() -> list[Any]:
+            return self.make_cache()
+
+        setattr(make_cache, _MARK, self)
+        self.model.make_cache = make_cache
+        hook.install()
+        self._active = True
+
+    def undo(self) -> None:
+        """Give the model its own caches back and, with the last handle, MLX its attention."""
+        if not self._active:
+            return
+        self._active = False
+        current = self.model.__dict__.get("make_cache")
+        if getattr(current, _MARK, None) is self:
+            del self.model.make_cache
+            if self._original is not None:
+                self.model.make_cache = self._original
+        hook.uninstall()
+
+    # ---- inside
+
+    def _native(self) -> list[Any]:
+        """The caches that the model makes by itself."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        current = self.model.__dict__.get("make_cache")
+        if getattr(current, _MARK, None) is None:
+            return list(make_prompt_cache(self.model))
+        del self.model.make_cache
+        try:
+            if self._original is not None:
+                self.model.make_cache = self._original
+            return list(make_prompt_cache(self.model))
+        finally:
+            self.model.make_cache = current
+
+    def _judge(self, index: int, cache: Any, count: int) -> _Layer:
+        from mlx_lm.models.cache import KVCache
+
+        name = type(cache).__name__
+        if type(cache) is not KVCache:
+            return _Layer(name, _why_native(cache))
+        if self.policy.of(index, count) is None:
+            return _Layer(name, "skipped by layers=")
+        return _Layer(name, "")
+
+    def _fresh(self) -> list[Any]:
+        caches = self._native()
+        for index, layer in enumerate(self._layers):
+            policy = self.policy.of(index, len(self._layers))
+            if layer.reason or policy is None:
+                continue
+            cache = PackedKVCache.from_policy(policy, layer=index, strict=layer.strict)
+            if layer.shape is not None:
+                cache.prepare_for(**layer.shape)
+            caches[index] = cache
+        return caches
+
+    def _try_out(self, dense: Dense) -> None:
+        """Call the model on three tokens without evaluating anything.
+
+        The graph alone tells each layer's heads, sizes and dtype, so the methods are bound, and refuse what
+        they cannot do, before the first token.  It also shows whether what a cache returns goes to attention and
+        nowhere else: then no dense side needs to be built at all.
+        """
+        if dense != "lazy":
+            seen = self._dry_run(strict=True)
+            if isinstance(seen, list):
+                self._learn(seen, strict=True)
+                return
+            if dense == "strict":
+                raise SettingsError(f"dense='strict': the model does more with keys and values than attend: {seen}")
+        seen = self._dry_run(strict=False)
+        if isinstance(seen, list):
+            self._learn(seen, strict=False)
+        else:
+            self._notes.append(f"the model could not be tried out on three tokens ({seen}); shapes are checked as they come")
+
+    def _dry_run(self, strict: bool) -> list[Any] | str:
+        for layer in self._layers:
+            layer.strict = strict
+        caches = self._fresh()
+        try:
+            for length in (2, 1):
+                self.model(mx.zeros((1, length), mx.int32), cache=caches)
+        except VQError:
+            raise
+        except Exception as error:  # a model that touches keys in its own way; recorded and handled by the caller
+            return f"{type(error).__name__}: {error}"
+        return caches
+
+    def _learn(self, caches: list[Any], strict: bool) -> None:
+        for layer, cache in zip(self._layers, caches, strict=True):
+            if not isinstance(cache, PackedKVCache):
+                continue
+            if cache._history is None:
+                layer.reason = "the model never updates this layer's cache"
+                continue
+            ctx = cache._history.bound["keys"].ctx
+            layer.shape = {
+                "kv_heads": ctx.kv_heads, "key_dim": ctx.key_dim, "value_dim": ctx.value_dim,
+                "dtype": getattr(mx, ctx.dtype),
+            }  # fmt: skip
+            clean = not cache.reads.lost and not cache.reads.dense
+            layer.strict = strict and clean
+            if cache.reads.lost:
+                layer.dense = "the model computes on the fetched keys and values itself: packed at rest, read densely"
+
+    def _entry(self, index: int, layer: _Layer, cache: Any, last: list[LayerReport]) -> LayerEntry:
+        if layer.reason:
+            return LayerEntry(index, "native", layer.reason, layer.native, None, _native_bytes(cache))
+        report = cache.report() if isinstance(cache, PackedKVCache) else last[-1] if last else None
+        if report is None:
+            policy = self.policy.of(index, len(self._layers))
+            assert policy is not None
+            report = LayerReport(index, policy.keys.text, policy.values.text)
+        lost = report.lost > 0
+        reason = layer.dense
+        if lost and not reason:
+            reason = f"{report.lost} of {report.updates} updates were read densely, not by packed attention"
+        if lost and index not in self._warned:
+            self._warned.add(index)
+            warnings.warn(f"layer {index}: {reason}", RuntimeWarning, stacklevel=4)
+        return LayerEntry(index, "dense" if reason else "packed", reason, "PackedKVCache", report)
+
+
+def compress(
+    model: Any,
+    *,
+    method: str | None = None,
+    keys: str | None = None,
+    values: str | None = None,
+    residual: int = 128,
+    sink_tokens: int = 0,
+    attention: Attention = "auto",
+    fallback: Fallback = "error",
+    layers: Mapping[int, Any] | None = None,
+    dense: Dense = "auto",
+) -> CompressedModel:
+    """Prepare a loaded mlx-lm model: from now on the caches it makes hold packed codes.
+
+    ``make_cache`` is set on the instance and MLX's attention function is replaced, once, by one that recognises
+    our caches' arrays; no model file is touched.  Calling it again replaces the earlier preparation.
+
+    Args:
+        model: From ``mlx_lm.load``.
+        method, keys, values, residual, sink_tokens, attention, fallback: As for :class:`PackedKVCache`.
+        layers: Exceptions by layer index (negative ones count from the end): ``None`` leaves the layer's cache
+            as the model makes it; a method's text form or a dict of keyword arguments replaces the default's.
+        dense: Whether arrays that a cache returns have a lazy dense side: ``"lazy"`` always, ``"strict"`` never,
+            ``"auto"`` where a trial run of the model's graph shows that something other than attention reads them.
+
+    Returns:
+        A handle with ``make_cache()``, ``report()`` and ``undo()``.
+
+    Raises:
+        SettingsError, UnsupportedShapeError, PluginError: what is wrong, before the first token.
+        HostError: an mlx-lm that vq does not know.
+    """
+    check_version()
+    if dense not in ("auto", "lazy", "strict"):
+        raise SettingsError(f"dense must be auto, lazy or strict; got {dense!r}")
+    policy = CachePolicy.make(
+        method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens,
+        attention=attention, fallback=fallback, layers=layers,
+    )  # fmt: skip
+    earlier = getattr(getattr(model, "make_cache", None), _MARK, None)
+    if earlier is None:
+        return CompressedModel(model, policy, dense)
+    earlier.undo()
+    try:
+        return CompressedModel(model, policy, dense)
+    except VQError:
+        earlier.redo()
+        raise
+
+
+def _why_native(cache: Any) -> str:
+    name = type(cache).__name__
+    if "Rotating" in name:
+        return f"{name}: a sliding window of {getattr(cache, 'max_size', '?')} tokens, bounded already"
+    if "Chunked" in name:
+        return f"{name}: attention within chunks, bounded already"
+    if "Arrays" in name:
+        return f"{name}: recurrent state, not keys and values"
+    if name == "CacheList":
+        inner = ", ".join(type(c).__name__ for c in getattr(cache, "caches", ()))
+        return f"{name} of {inner}: several caches in one layer"
+    return f"{name}: not a plain full-attention cache"
+
+
+def _native_bytes(cache: Any) -> int:
+    # mlx-lm's caches raise, or lack the attribute, while they are empty.
+    with contextlib.suppress(AttributeError, NotImplementedError, TypeError):
+        return int(cache.nbytes)
+    return 0
+
+
+def _reference(cache: Any) -> Any:
+    try:
+        return weakref.ref(cache)
+    except TypeError:
+        return lambda: None
+
+
+def _keep_report(state: dict[str, Any], last: list[LayerReport]) -> None:
+    last[:] = [describe(state["policy"], state["_history"], state["reads"], state["layer"])]
+
+
+@contextlib.contextmanager
+def compressed(model: Any, **options: Any) -> Iterator[CompressedModel]:
+    """:func:`compress` for the length of a ``with`` block."""
+    handle = compress(model, **options)
+    try:
+        yield handle
+    finally:
+        handle.undo()

@@ -1,0 +1,80 @@
+"""What a whole model's caches hold, layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from vq_core.cache.report import Bytes, LayerReport
+
+
+@attrs.frozen
+class LayerEntry:
+    """One layer of the model.
+
+    Attributes:
+        layer: Index.
+        status: ``"packed"``: our cache, read packed; ``"dense"``: our cache, packed at rest, but the model computes
+            on dense arrays; ``"native"``: the model's own cache.
+        reason: Why it is not packed, or why it is read densely.
+        cache: Class of the cache.
+        report: Our cache's report; ``None`` for a native one.
+        native_bytes: Bytes of a native cache, where it can tell.
+    """
+
+    layer: int
+    status: str
+    reason: str
+    cache: str
+    report: LayerReport | None = None
+    native_bytes: int = 0
+
+
+@attrs.frozen
+class ModelReport:
+    """All layers of a model's caches.
+
+    Attributes:
+        layers: One entry a layer.
+        notes: What the user should know, in words.
+    """
+
+    layers: tuple[LayerEntry, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def packed_layers(self) -> list[LayerReport]:
+        """Reports of the layers that our caches hold."""
+        return [entry.report for entry in self.layers if entry.report is not None]
+
+    @property
+    def bytes(self) -> Bytes:
+        """Sums over our layers."""
+        kinds = [f.name for f in attrs.fields(Bytes)]
+        return Bytes(**{kind: sum(getattr(r.bytes, kind) for r in self.packed_layers) for kind in kinds})
+
+    @property
+    def native_bytes(self) -> int:
+        """Bytes of the layers that keep the model's own cache."""
+        return sum(entry.native_bytes for entry in self.layers)
+
+    @property
+    def packed(self) -> int:
+        """Tokens held as codes, summed over our layers."""
+        return sum(r.packed for r in self.packed_layers)
+
+    def tokens(self) -> tuple[int, int, int]:
+        """(packed, exact, approximate) tokens of the layer that holds most."""
+        most = max(self.packed_layers, key=lambda r: r.tokens, default=None)
+        return (0, 0, 0) if most is None else (most.packed, most.exact, most.approximate)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        layers = [
+            attrs.asdict(e, filter=lambda a, _: a.name != "report")
+            | {"report": None if e.report is None else e.report.as_dict()}
+            for e in self.layers
+        ]
+        total = attrs.asdict(self.bytes) | {"held": self.bytes.held, "ratio": round(self.bytes.ratio, 4)}
+        return {"layers": layers, "bytes": total, "native_bytes": self.native_bytes, "notes": list(self.notes)}

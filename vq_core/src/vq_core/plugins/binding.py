@@ -1,0 +1,295 @@
+"""Binding: one method's chain of hooks for one side of a layer, resolved once and then plain functions.
+
+A pluggy call costs 20 to 140 plain calls, so nothing of pluggy runs per token.  Binding prepares the method's
+constants, asks each hook's implementations in turn which of them serves, compares the method's attention
+with its own decoding on a small input, and records what was chosen.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pluggy
+from mlx.utils import tree_flatten
+
+from vq_core import hookspecs
+from vq_core.api.facts import PrepareContext
+from vq_core.api.layout import Layout
+from vq_core.cache.policy import SideChoice, choose
+from vq_core.errors import PluginError, VQError
+from vq_core.plugins.records import MethodRecord
+from vq_core.plugins.registry import resolve
+
+PROBE_TOLERANCE = 2e-3
+
+
+@attrs.frozen(eq=False)
+class Operation:
+    """Which implementation serves a hook.
+
+    Attributes:
+        name: The hook.
+        implementation: Where it is defined, ``"core"`` for the core's own way.
+        declined: Earlier implementations and why they do not run.
+    """
+
+    name: str
+    implementation: str
+    declined: tuple[str, ...] = ()
+
+
+@attrs.frozen(eq=False)
+class BoundSide:
+    """A method bound to one side of a layer.  Shared by all caches that ask for the same; never copied."""
+
+    record: MethodRecord
+    choice: SideChoice
+    ctx: PrepareContext
+    state: Any
+    layout: Layout
+    operations: tuple[Operation, ...]
+    attend: Any | None
+    needs_positions: bool
+    _start: Callable[..., Mapping[str, mx.array]] | None
+    _encode: Callable[..., Any]
+    _pack: Callable[..., Mapping[str, mx.array]]
+    _decode: Callable[..., mx.array]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundSide:
+        return self
+
+    @property
+    def constants(self) -> list[mx.array]:
+        """Arrays of the prepared state, shared by all caches of the process."""
+        return state_arrays(self.state)
+
+    def start(self, x: mx.array, positions: mx.array) -> dict[str, mx.array]:
+        """Fields of the sequence from the first block (B, H, block, D), checked against the layout."""
+        if self._start is None:
+            return {}
+        rows = dict(self._start(state=self.state, x=x, positions=positions))
+        for field in self.layout.sequence:
+            self._check(field.name, rows, (*x.shape[:2], *field.shape), (field.dtype,))
+        return rows
+
+    def pack(self, x: mx.array, positions: mx.array, sequence: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Encode and pack n tokens (B, H, n, D); rows of the paged fields, checked against the layout."""
+        codes = self._encode(state=self.state, x=x, positions=positions, sequence=sequence)
+        rows = dict(self._pack(state=self.state, codes=codes))
+        for field in self.layout.paged:
+            shape = list(field.shape)
+            shape[field.axis or 0] = self.layout.units(field, x.shape[2])
+            dtypes = (field.dtype,) if field.wide is None else (field.dtype, field.wide)
+            self._check(field.name, rows, (*x.shape[:2], *shape), dtypes)
+        return rows
+
+    def decode(self, packed: Mapping[str, mx.array], positions: mx.array | None) -> mx.array:
+        """Decode a tile: (N, H, n, D) float32."""
+        return self._decode(state=self.state, packed=packed, positions=positions)
+
+    def _check(self, name: str, rows: Mapping[str, mx.array], shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+        got = rows.get(name)
+        wanted = [getattr(mx, dtype) for dtype in dtypes]
+        if got is None or got.shape != shape or got.dtype not in wanted:
+            found = "nothing" if got is None else f"{got.shape} {got.dtype}"
+            raise PluginError(
+                f"method {self.choice.label!r}, field {name!r}: the layout promises {shape} {' or '.join(dtypes)}, "
+                f"the method gave {found}"
+            )
+
+
+_lock = threading.RLock()
+_bound: dict[Any, BoundSide] = {}
+_latched: dict[tuple[str, str], str] = {}
+
+
+def bind(method: str | SideChoice, ctx: PrepareContext, fallback: str = "error") -> BoundSide:
+    """Bind a method to a layer side; equal requests share one object, its constants and its probe.
+
+    Args:
+        method: Text form or checked choice.
+        ctx: The layer side.
+        fallback: ``"warn"``: a method whose attention fails its probe is read by decoding, with one warning a
+            process; ``"error"``: raise.
+
+    Raises:
+        SettingsError, UnsupportedShapeError: the method refuses the settings or the shape.
+        PluginError: the method breaks the contract.
+    """
+    choice = choose(method, ctx.side) if isinstance(method, str) else method
+    with _lock:
+        record = resolve(choice.label)
+        key = (record.distribution, record.version, choice, ctx, fallback)
+        if key not in _bound:
+            _bound[key] = _bind(record, choice, ctx, fallback)
+        return _bound[key]
+
+
+def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallback: str) -> BoundSide:
+    manager = pluggy.PluginManager("vq")
+    manager.add_hookspecs(hookspecs)
+    manager.register(record.plugin, choice.label)
+    name = choice.label
+    state = _guarded(name, "vq_prepare", lambda: manager.hook.vq_prepare(ctx=ctx, settings=choice.settings))
+    if state is None:
+        raise PluginError(f"method {name!r}: vq_prepare returned None; it must return the method's state")
+    mx.eval(state_arrays(state))
+    layout = _guarded(name, "vq_layout", lambda: manager.hook.vq_layout(ctx=ctx, settings=choice.settings, state=state))
+    if not isinstance(layout, Layout):
+        raise PluginError(f"method {name!r}: vq_layout returned {type(layout).__name__}, not a Layout")
+    x = _probe_input(ctx, layout)
+    positions = mx.arange(layout.page, dtype=mx.int32)[None]
+    chosen: dict[str, Operation] = {}
+    pick = _Picker(manager, name, chosen)
+    start = None
+    sequence: Mapping[str, mx.array] = {}
+    if layout.sequence:
+        start, sequence = pick("vq_start", state=state, x=x[:, :, : layout.block], positions=positions[:, : layout.block])
+    encode, codes = pick("vq_encode", state=state, x=x, positions=positions, sequence=sequence)
+    pack, _ = pick("vq_pack", state=state, codes=codes)
+    packed = dict(_call(name, "vq_pack", pack, state=state, codes=codes)) | dict(sequence)
+    decode, decoded = pick("vq_decode", state=state, packed=packed, positions=positions)
+    wanted = (1, ctx.kv_heads, layout.page, ctx.head_dim)
+    if decoded.shape != wanted or decoded.dtype != mx.float32:
+        raise PluginError(
+            f"method {name!r}: vq_decode must return {wanted} float32, it gave {decoded.shape} {decoded.dtype}"
+        )
+    attend, operation = _attend(manager, name, state, ctx, packed, decoded, fallback)
+    side = BoundSide(
+        record, choice, ctx, state, layout, (*chosen.values(), operation), attend,
+        "positions" in pick.arguments["vq_decode"], start, encode, pack, decode,
+    )  # fmt: skip
+    side.start(x[:, :, : layout.block], positions[:, : layout.block])
+    side.pack(x, positions, sequence)
+    return side
+
+
+class _Picker:
+    """Asks a hook's implementations in pluggy's order; the first that gives a result is bound."""
+
+    def __init__(self, manager: pluggy.PluginManager, method: str, chosen: dict[str, Operation]):
+        self.manager, self.method, self.chosen = manager, method, chosen
+        self.arguments: dict[str, tuple[str, ...]] = {}
+
+    def __call__(self, hook: str, **kwargs: Any) -> tuple[Callable[..., Any], Any]:
+        declined = []
+        for impl in reversed(getattr(self.manager.hook, hook).get_hookimpls()):
+            where = f"{getattr(impl.function, '__module__', '?')}.{getattr(impl.function, '__qualname__', hook)}"
+            if impl.hookwrapper or impl.wrapper:
+                raise PluginError(f"method {self.method!r}: {where} is a wrapper; {hook} runs per token and takes none")
+            bound = _plain(impl.function, impl.argnames)
+            result = _call(self.method, hook, bound, **kwargs)
+            if result is not None:
+                self.chosen[hook] = Operation(hook, where, tuple(declined))
+                self.arguments[hook] = tuple(impl.argnames)
+                return bound, result
+            declined.append(f"{where} declined")
+        raise PluginError(f"method {self.method!r}: no implementation of {hook} serves this layer")
+
+
+def _plain(function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """The implementation as a function that takes all of the hook's arguments by name."""
+    wanted = tuple(names)
+
+    def call(**kwargs: Any) -> Any:
+        return function(*[kwargs[name] for name in wanted])
+
+    return call
+
+
+def _guarded(method: str, hook: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except VQError:
+        raise
+    except Exception as error:  # whatever a stranger's code raises becomes one typed error that names it
+        raise PluginError(f"method {method!r}: {hook} failed with {type(error).__name__}: {error}") from error
+
+
+def _call(method: str, hook: str, function: Callable[..., Any], **kwargs: Any) -> Any:
+    def evaluated() -> Any:
+        result = function(**kwargs)
+        mx.eval([a for _, a in tree_flatten(result) if isinstance(a, mx.array)])
+        return result
+
+    return _guarded(method, hook, evaluated)
+
+
+def _attend(
+    manager: pluggy.PluginManager, name: str, state: Any, ctx: PrepareContext,
+    packed: Mapping[str, mx.array], decoded: mx.array, fallback: str,
+) -> tuple[Any | None, Operation]:  # fmt: skip
+    attend = _guarded(name, "vq_attend", lambda: manager.hook.vq_attend(state=state, side=ctx.side))
+    if attend is None:
+        return None, Operation("vq_attend", "core: decode a tile, then multiply", ("the method offers none",))
+    where = f"{type(attend).__module__}.{type(attend).__qualname__}"
+    if (name, where) in _latched:
+        return None, Operation("vq_attend", "core: decode a tile, then multiply", (_latched[name, where],))
+    try:
+        error = _guarded(name, "vq_attend", lambda: _probe_attention(attend, ctx, packed, decoded))
+        if not error <= PROBE_TOLERANCE:
+            raise PluginError(
+                f"method {name!r}: attention on the {ctx.side} differs from vq_decode by {error:.2e} (relative; "
+                f"at most {PROBE_TOLERANCE:.0e}); report it to {name!r}'s author, or use fallback='warn'"
+            )
+    except PluginError as failure:
+        if fallback != "warn":
+            raise
+        reason = f"{where} failed its probe: {failure}"
+        _latched[name, where] = reason
+        warnings.warn(f"{reason}; it is read by decoding from now on", RuntimeWarning, stacklevel=2)
+        return None, Operation("vq_attend", "core: decode a tile, then multiply", (reason,))
+    return attend, Operation("vq_attend", where)
+
+
+def _probe_attention(attend: Any, ctx: PrepareContext, packed: Mapping[str, mx.array], decoded: mx.array) -> float:
+    rng = np.random.default_rng(1)
+    page = decoded.shape[2]
+    if ctx.side == "keys":
+        q = mx.array(rng.standard_normal((1, ctx.kv_heads, 3, ctx.head_dim), np.float32))
+        got = attend.scores(attend.prepare_query(q), packed)
+        want = q @ decoded.swapaxes(-1, -2)
+    else:
+        w = mx.array(rng.random((1, ctx.kv_heads, 3, page), np.float32))
+        got, want = attend.finish(attend.accumulate(w, packed)), w @ decoded
+    mx.eval(got, want)
+    if got.shape != want.shape:
+        raise PluginError(f"attention on the {ctx.side} gave {got.shape}, not {want.shape}")
+    scale = mx.sqrt(mx.mean(want.square())).item()
+    difference = mx.sqrt(mx.mean((got.astype(mx.float32) - want).square())).item()
+    return float(difference) / max(float(scale), 1e-30)
+
+
+def _probe_input(ctx: PrepareContext, layout: Layout) -> mx.array:
+    # numpy's generator: MLX's global random state belongs to the user.
+    x = np.random.default_rng(0).standard_normal((1, ctx.kv_heads, layout.page, ctx.head_dim), np.float32)
+    return mx.array(x).astype(getattr(mx, ctx.dtype))
+
+
+def state_arrays(state: Any) -> list[mx.array]:
+    """All MLX arrays reachable from a prepared state, each once."""
+    found: dict[int, mx.array] = {}
+    seen: set[int] = set()
+    todo = [state]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, mx.array):
+            found[id(item)] = item
+        elif isinstance(item, Mapping):
+            todo.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            todo.extend(item)
+        elif attrs.has(type(item)):
+            todo.extend(getattr(item, f.name) for f in attrs.fields(type(item)))
+        elif hasattr(item, "__dict__") and not isinstance(item, type) and not callable(item):
+            todo.extend(vars(item).values())
+    return list(found.values())

@@ -1,0 +1,1 @@
+"""vq-kivi: KIVI for vq. The method is vq_kivi.method, found through the entry point."""
