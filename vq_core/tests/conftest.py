@@ -76,7 +76,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     monkeypatch.setattr(binding, "_bound", {})
     monkeypatch.setattr(binding, "_latched", {})
 
-    def run(name: str, hooks: dict[str, Callable[..., Any]], settings: type = EchoSettings, **capabilities: Any) -> None:
+    def run(
+        name: str, hooks: dict[str, Callable[..., Any]], settings: type = EchoSettings, **capabilities: Any
+    ) -> None:
         records.append(record(name, hooks, settings, **capabilities))
 
     yield run

@@ -57,7 +57,9 @@ def test_three_bits_are_exactly_three() -> None:
     assert pack_bits(mx.zeros((1, 128), mx.uint32), 3).nbytes == 128 * 3 // 8
 
 
-@pytest.mark.parametrize(("count", "bits", "said"), [(10, 3, "multiple of 32"), (7, 4, "multiple of 8"), (8, 17, "1 to 16")])
+@pytest.mark.parametrize(
+    ("count", "bits", "said"), [(10, 3, "multiple of 32"), (7, 4, "multiple of 8"), (8, 17, "1 to 16")]
+)
 def test_what_fills_no_words_is_refused(count: int, bits: int, said: str) -> None:
     with pytest.raises(UnsupportedShapeError, match=said):
         words_for(count, bits)

@@ -59,6 +59,10 @@ def vq_prepare(ctx: PrepareContext, settings: Any) -> Any:
     to refuse: raise :class:`~vq_core.errors.UnsupportedShapeError` for a head size and
     :class:`~vq_core.errors.SettingsError` for settings that cannot serve it, naming what would.
 
+    Args:
+        ctx: The layer side, a :class:`vq_core.api.PrepareContext`.
+        settings: An instance of the method's settings class.
+
     Returns:
         Anything but ``None``; it is handed to every other hook as ``state``.
     """
@@ -69,6 +73,11 @@ def vq_layout(ctx: PrepareContext, settings: Any, state: Any) -> Layout:  # type
     """What is stored: block, page, fields.  See :class:`vq_core.api.Layout`.
 
     The layout is canonical: it is what is saved and what ``vq_decode`` reads.
+
+    Args:
+        ctx: As in ``vq_prepare``.
+        settings: As in ``vq_prepare``.
+        state: From ``vq_prepare``.
     """
 
 
@@ -107,6 +116,10 @@ def vq_encode(state: Any, x: mx.array, positions: mx.array, sequence: Mapping[st
 def vq_pack(state: Any, codes: Any) -> Mapping[str, mx.array]:  # type: ignore[empty-body]
     """Rows of the paged fields from what ``vq_encode`` returned.
 
+    Args:
+        state: From ``vq_prepare``.
+        codes: From ``vq_encode``.
+
     Returns:
         One array per paged field, (B, H, *field.shape) with the token axis of ``field.shape`` shortened or
         lengthened to n tokens, in ``field.dtype`` (or ``field.wide``: then the whole field is converted).
@@ -135,4 +148,9 @@ def vq_attend(state: Any, side: Side) -> KeyAttention | ValueAttention | None:
     ``None``, or no implementation: the core decodes a tile of pages and multiplies, which costs a bounded
     tile of transient memory and the time to decode.  The core compares the object with ``vq_decode`` on a
     small input when a cache is bound.
+
+    Args:
+        state: From ``vq_prepare``.
+        side: ``"keys"``: return a :class:`~vq_core.api.attend.KeyAttention`; ``"values"``: a
+            :class:`~vq_core.api.attend.ValueAttention`. One object may be both.
     """

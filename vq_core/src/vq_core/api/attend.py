@@ -3,6 +3,10 @@
 A tile is a dictionary of the method's fields for N pages: paged fields have shape (N, H, *field.shape), fields
 of the sequence (N or 1, H, *field.shape).  M stands for the query rows of one KV head: all its query heads
 times the query length, so that one read of the codes serves them all.
+
+A tile holds all pages of the cache, which suits a product that reads the codes themselves.  A method that makes
+something of the codes' full size on the way (centroids, signs as floats) says how many tokens it takes at once with
+an attribute ``tile_tokens`` on the object, so that its transient memory is bounded by them.
 """
 
 from __future__ import annotations

@@ -10,11 +10,14 @@ import re
 import typing
 from collections.abc import Callable, Iterable
 from typing import Any
+from urllib.parse import quote, unquote
 
 import attrs
 
-from vq_core.errors import SettingsError
+from vq_core.errors import PluginError, SettingsError
 
+_SAFE = "/._-+~"
+"""What a value shows as it is; everything else that is no letter or digit is written as %XX, as in an address."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -35,6 +38,8 @@ def setting(
         maximum: Largest value allowed.
         help: One line: what it does, and what it costs in bytes.
     """
+    if default is None:
+        raise PluginError("a setting needs a default of its own type, not None: choose a value that means 'none'")
     choices = None if accepted is None else tuple(accepted)
     if choices is not None:
         said = "one of " + ", ".join(map(str, choices))
@@ -50,6 +55,7 @@ def setting(
             fits = True
         if (
             not fits
+            or value != value  # NaN passes every comparison
             or (choices is not None and value not in choices)
             or (minimum is not None and value < minimum)
             or (maximum is not None and value > maximum)
@@ -97,11 +103,11 @@ def parse_choice(text: str) -> MethodChoice:
     pairs: list[tuple[str, str]] = []
     for item in filter(None, (piece.strip() for piece in options.split(","))):
         key, equals, value = (piece.strip() for piece in item.partition("="))
-        if not equals or not key or not value:
+        if not equals or not key:
             raise SettingsError(f"cannot read {item!r} in the method {text!r}; {form}")
         if key in dict(pairs):
             raise SettingsError(f"{key!r} is given twice in the method {text!r}")
-        pairs.append((key, value))
+        pairs.append((key, unquote(value)))
     distribution = parts[0] if len(parts) == 2 else None
     return MethodChoice(canonical_name(parts[-1]), distribution, tuple(pairs))
 
@@ -136,7 +142,9 @@ def format_choice(name: str, settings: Any) -> str:
 
 
 def _write(value: Any) -> str:
-    return ("true" if value else "false") if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return quote(str(value), safe=_SAFE)
 
 
 def _read_bool(text: str) -> bool:

@@ -74,7 +74,9 @@ def read_mask(mask: mx.array | str | None, view: CacheView, query_heads: int, qu
         if mask != "causal":
             raise UnsupportedShapeError(f"mask {mask!r} is not known; accepted: None, 'causal' or an array")
         if queries > length:
-            raise UnsupportedShapeError(f"a causal mask of {queries} queries needs as many tokens; the cache has {length}")
+            raise UnsupportedShapeError(
+                f"a causal mask of {queries} queries needs as many tokens; the cache has {length}"
+            )
         return Mask(None, True, queries, length)
     heads, repeats = view.heads, query_heads // view.heads
     shape = {2: (1, 1, *mask.shape), 3: (mask.shape[0], 1, *mask.shape[1:])}.get(mask.ndim, mask.shape)
@@ -93,4 +95,8 @@ def apply(scores: mx.array, mask: mx.array | None) -> mx.array:
     """Scores (B, H, R, l, n) float32 under a block of a mask."""
     if mask is None:
         return scores
-    return mx.where(mask, scores, LOWEST) if mask.dtype == mx.bool_ else scores + mask.astype(mx.float32)
+    if mask.dtype == mx.bool_:
+        return mx.where(mask, scores, LOWEST)
+    # What is masked out is replaced: minus infinity minus itself, or a NaN of another row, must not get through.
+    added = mask.astype(mx.float32)
+    return mx.where(added <= LOWEST, LOWEST, scores + added)

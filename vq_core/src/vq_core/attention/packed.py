@@ -55,10 +55,11 @@ def attend(
     _check(view, queries, sinks)
     B, heads, L, D = queries.shape
     checked = read_mask(mask, view, heads, L)
-    if tier != "reference" and view.even and not view.packed[0] and not view.sinks[0]:
+    if tier != "reference" and _as_stock(view, checked, sinks):
         q = queries.astype(view.keys.exact.dtype)
-        k, v = view.keys.exact, view.values.exact.astype(q.dtype)
-        return stock_attention(q, k, v, scale=scale, mask=mask, sinks=sinks).astype(queries.dtype)
+        stock = mask if checked.array is None else checked.array.flatten(1, 2)
+        out = stock_attention(q, view.keys.exact, view.values.exact, scale=scale, mask=stock, sinks=sinks)
+        return out.astype(queries.dtype)
     compute = mx.float32 if tier == "reference" else compute_dtype(view.keys.exact.dtype)
     q = (queries.astype(mx.float32) * scale).astype(compute).reshape(B, view.heads, heads // view.heads, L, D)
     if tier == "reference":
@@ -70,13 +71,25 @@ def attend(
     return out.reshape(B, heads, L, -1).astype(queries.dtype)
 
 
+def _as_stock(view: CacheView, mask: Mask, sinks: mx.array | None) -> bool:
+    """Whether nothing is packed, and MLX's own attention takes the mask's and the sinks' dtype."""
+    dtype = view.keys.exact.dtype
+    if not view.even or view.packed[0] or view.sinks[0] or (sinks is not None and sinks.dtype != dtype):
+        return False
+    return mask.array is None or mask.array.dtype in (mx.bool_, dtype)
+
+
 def _check(view: CacheView, queries: mx.array, sinks: mx.array | None) -> None:
     if view.length == 0:
         raise CacheStateError("attention on an empty cache: call update_and_fetch first")
     dim = view.keys.bound.ctx.key_dim
     if queries.ndim != 4 or queries.shape[0] != view.rows or queries.shape[3] != dim or queries.shape[2] < 1:
-        raise UnsupportedShapeError(f"queries of shape {queries.shape}: (B, H_q, L, D) must have B={view.rows}, D={dim}")
-    if queries.shape[1] % view.heads:
+        raise UnsupportedShapeError(
+            f"queries of shape {queries.shape}: (B, H_q, L, D) must have B={view.rows}, D={dim}"
+        )
+    if not mx.issubdtype(queries.dtype, mx.floating):
+        raise UnsupportedShapeError(f"queries are {queries.dtype}: they must be floating point")
+    if queries.shape[1] % view.heads or not queries.shape[1]:
         raise UnsupportedShapeError(
             f"{queries.shape[1]} query heads: the number must be a multiple of the {view.heads} KV heads"
         )

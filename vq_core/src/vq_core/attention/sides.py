@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import mlx.core as mx
 from mlx.utils import tree_map
@@ -21,7 +23,8 @@ def compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
 def product(a: mx.array, b: mx.array, *, transpose: bool) -> mx.array:
     """a @ b, or a @ b^T, in a's dtype."""
     b = b.astype(a.dtype)
-    return a @ (b.swapaxes(-1, -2) if transpose else b)
+    out: mx.array = a @ (b.swapaxes(-1, -2) if transpose else b)
+    return out
 
 
 def packed_scores(view: CacheView, q: mx.array) -> mx.array:
@@ -32,10 +35,17 @@ def packed_scores(view: CacheView, q: mx.array) -> mx.array:
     if attend is None:
         return _decoded_scores(view, q)
     prepared = attend.prepare_query(q)
+    runs = _runs(side, attend)
+    if len(runs) > 1:
+        found: list[mx.array] = []
+        for begin, end in runs:
+            tile = _after(pages.depths(begin, end, B), found[-1:])
+            found.append(attend.scores(_by_page(prepared, end - begin, B), tile).reshape(end - begin, B, H, M, -1))
+        return mx.concatenate(found)
     if pages.row is not None:
         row = pages.row
         prepared = tree_map(lambda a: mx.take(a, row, axis=0), prepared)
-    scores = attend.scores(prepared, pages.tile)
+    scores: mx.array = attend.scores(prepared, pages.tile)
     if pages.table is not None:
         scores = mx.take(scores, pages.table.T.reshape(-1), axis=0)
     return scores.reshape(pages.depth, B, H, M, -1)
@@ -49,17 +59,52 @@ def packed_sums(view: CacheView, weights: mx.array) -> mx.array:
     attend = side.bound.attend
     if attend is None:
         return _decoded_sums(view, weights)
+    compute = compute_dtype(side.exact.dtype)
     flat = weights.reshape(depth * B, H, M, page)
-    if pages.table is None or pages.place is None or pages.held is None:
-        sums = attend.accumulate(flat.astype(compute_dtype(side.exact.dtype)), pages.tile).astype(mx.float32)
+    runs = _runs(side, attend)
+    if len(runs) > 1:
+        total = None
+        for begin, end in runs:
+            tile = _after(pages.depths(begin, end, B), [] if total is None else [total])
+            part = attend.accumulate(flat[begin * B : end * B].astype(compute), tile).astype(mx.float32)
+            part = part.reshape(end - begin, B, *part.shape[1:])
+            if pages.held is not None:
+                part = mx.where(pages.held[:, begin:end].T[:, :, None, None, None], part, 0)
+            part = part.sum(axis=0)
+            total = part if total is None else total + part
+    elif pages.table is None or pages.place is None or pages.held is None:
+        sums = attend.accumulate(flat.astype(compute), pages.tile).astype(mx.float32)
         total = sums if depth == 1 else sums.reshape(depth, B, *sums.shape[1:]).sum(axis=0)
     else:
         read = (pages.place >= 0)[:, None, None, None]
         flat = mx.where(read, mx.take(flat, mx.maximum(pages.place, 0), axis=0), 0)
-        sums = attend.accumulate(flat.astype(compute_dtype(side.exact.dtype)), pages.tile).astype(mx.float32)
+        sums = attend.accumulate(flat.astype(compute), pages.tile).astype(mx.float32)
         held = pages.held[:, :, None, None, None]
         total = mx.where(held, mx.take(sums, pages.table, axis=0), 0).sum(axis=1)
-    return attend.finish(total).astype(mx.float32)
+    finished: mx.array = attend.finish(total)
+    return finished.astype(mx.float32)
+
+
+def _runs(side: SideView, attend: object) -> list[tuple[int, int]]:
+    """Runs of depths that a method's attention is given at once: all, unless it asks for fewer tokens."""
+    tokens = getattr(attend, "tile_tokens", None)
+    step = side.pages.depth if tokens is None else max(1, tokens // side.bound.layout.page)
+    return [(d, min(d + step, side.pages.depth)) for d in range(0, side.pages.depth, max(1, step))]
+
+
+def _by_page(prepared: Any, depth: int, rows: int) -> Any:
+    """Prepared queries, leading axis B, one for each page of a tile that lies depth by depth, row by row."""
+    if rows == 1:
+        return prepared
+    row = mx.tile(mx.arange(rows, dtype=mx.int32), depth)
+    return tree_map(lambda a: mx.take(a, row, axis=0), prepared)
+
+
+def _after(tile: dict[str, mx.array], done: list[mx.array]) -> dict[str, mx.array]:
+    """A tile that is not read before ``done`` is computed."""
+    if not done:
+        return tile
+    return dict(zip(tile, mx.depends(list(tile.values()), done), strict=True))
 
 
 def _repaged(weights: mx.array, depth: int, page: int) -> mx.array:
@@ -97,10 +142,15 @@ def _decoded_sums(view: CacheView, weights: mx.array) -> mx.array:
 
 
 def decode_after(view: CacheView, side: SideView, begin: int, end: int, after: list[mx.array]) -> mx.array:
-    """Decode pages ``begin`` to ``end`` of every row, not before ``after`` is computed: (pages, B, H, page, D)."""
+    """Decode pages ``begin`` to ``end`` of every row, not before ``after`` is computed: (pages, B, H, page, D).
+
+    Zero where a row holds no token: what decodes there may be NaN, which no weight of zero takes away.
+    """
     if after:
-        names = list(side.pages.tile)
-        held = mx.depends([side.pages.tile[n] for n in names], after)
-        pages = attrs.evolve(side.pages, tile=dict(zip(names, held, strict=True)))
-        side = attrs.evolve(side, pages=pages)
-    return views.decode_pages(view, side, begin, end)
+        side = attrs.evolve(side, pages=attrs.evolve(side.pages, tile=_after(side.pages.tile, after)))
+    x = views.decode_pages(view, side, begin, end)
+    page = x.shape[3]
+    if min(view.packed) >= end * page:
+        return x
+    places = mx.arange(begin * page, end * page).reshape(-1, 1, 1, page, 1)
+    return mx.where(places < mx.array(view.packed).reshape(1, -1, 1, 1, 1), x, 0)

@@ -80,9 +80,8 @@ def _packed(view: CacheView, q: mx.array, mask: Mask, shape: tuple[int, int]) ->
     if block.shape[-1] < places:
         fill = False if block.dtype == mx.bool_ else LOWEST
         block = mx.pad(block, [(0, 0)] * 4 + [(0, places - block.shape[-1])], constant_values=fill)
-    b, h, r, l, _ = block.shape
-    if (r, l) != (1, 1):
-        block = mx.broadcast_to(block, (b, h, *shape, places))
-        r, l = shape
-    paged = block.reshape(b, h, r * l, depth, page).transpose(3, 0, 1, 2, 4)
+    rows, heads = block.shape[:2]
+    if block.shape[2:4] != (1, 1):
+        block = mx.broadcast_to(block, (rows, heads, *shape, places))
+    paged = block.reshape(rows, heads, -1, depth, page).transpose(3, 0, 1, 2, 4)
     return apply(scores, paged)

@@ -18,6 +18,7 @@ from vq_core.attention.view import TILE_TOKENS, CacheView, Columns
 SCORE_BUDGET = 1 << 23
 """Scores (float32 numbers) held at once: 32 MB."""
 
+
 class _Sums:
     """Online softmax of one run of queries: largest score, sum of weights, weighted values."""
 
@@ -67,8 +68,9 @@ def attend_tiled(view: CacheView, q: mx.array, mask: Mask, sinks: mx.array | Non
             if last:
                 state.q = mx.depends([state.q], last)[0]
             state.add(keys, values, mask.block(columns, state.begin, state.end))
-            assert state.values is not None
-            last[:] = [state.values]
+            assert state.values is not None and state.total is not None
+            # Both: what is summed up last keeps the weights of its tile until then.
+            last[:] = [state.values, state.total]
 
     if view.keys.sinks is not None and view.values.sinks is not None:
         visit(view.keys.sinks, view.values.sinks, views.sink_columns(view))

@@ -34,6 +34,11 @@ class CacheView:
 
     In order, row b's tokens are: ``sinks[b]`` first tokens, ``packed[b]`` packed ones, ``exact[b]`` exact ones.
     Rows of unequal length are aligned at the right: column T - 1 is the newest token of every row.
+
+    Attributes:
+        lengths: Tokens of each row.
+        length: T, tokens of the longest row.
+        even: Whether all rows hold the same numbers of tokens, so that columns need no look-up.
     """
 
     keys: SideView
@@ -41,6 +46,16 @@ class CacheView:
     sinks: tuple[int, ...]
     packed: tuple[int, ...]
     exact: tuple[int, ...]
+    lengths: tuple[int, ...] = attrs.field(init=False)
+    length: int = attrs.field(init=False)
+    even: bool = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        rows = list(zip(self.sinks, self.packed, self.exact, strict=True))
+        lengths = tuple(map(sum, rows))
+        even = all(row == rows[0] for row in rows) and self.exact[0] == self.keys.exact.shape[2]
+        for name, value in (("lengths", lengths), ("length", max(lengths)), ("even", even)):
+            object.__setattr__(self, name, value)
 
     @property
     def rows(self) -> int:
@@ -48,25 +63,9 @@ class CacheView:
         return len(self.packed)
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each row."""
-        return tuple(map(sum, zip(self.sinks, self.packed, self.exact, strict=True)))
-
-    @property
-    def length(self) -> int:
-        """T, tokens of the longest row."""
-        return max(self.lengths)
-
-    @property
-    def even(self) -> bool:
-        """Whether all rows hold the same numbers of tokens, so that columns need no look-up."""
-        same = len(set(zip(self.sinks, self.packed, self.exact, strict=True))) == 1
-        return same and self.exact[0] == self.keys.exact.shape[2]
-
-    @property
     def heads(self) -> int:
         """KV heads."""
-        return self.keys.exact.shape[1]
+        return int(self.keys.exact.shape[1])
 
 
 @attrs.frozen(eq=False)

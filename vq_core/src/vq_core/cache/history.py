@@ -83,11 +83,15 @@ class History:
             for n, g, t in zip(self.packed, goal, before, strict=True)
         ]
         packing = [g - n for g, n in zip(goal, self.packed, strict=True)]
-        taken = self._flush(joined, counts, goal)
+        # On a draft: if a method fails, or somebody interrupts it, between the sides, nothing has happened.
+        draft = self.copy()
+        taken = draft._flush(joined, counts, goal)
+        window = draft.window
         window.counts = [n - t for n, t in zip(counts, taken, strict=True)]
         window.approximate = [max(0, a - n) for a, n in zip(window.approximate, packing, strict=True)]
         kept = max(window.counts)
         window.keys, window.values = (owned(x, width - kept, width) for x in joined)
+        self.window, self.stores = window, draft.stores
         if seen == self.packed:
             return self.view()
         exact = [t + length - s - n for t, s, n in zip(before, window.sinks, seen, strict=True)]

@@ -140,6 +140,8 @@ class CachePolicy:
             SettingsError: as :meth:`LayerPolicy.make`, naming the layer.
         """
         base = LayerPolicy.make(**default)
+        if layers is not None and not isinstance(layers, Mapping):
+            raise SettingsError(f"layers: give a dictionary such as {{0: None, -1: 'kivi:bits=8'}}, got {layers!r}")
         made: dict[int, LayerPolicy | None] = {}
         for index, entry in (layers or {}).items():
             if isinstance(index, bool) or not isinstance(index, int):
@@ -147,6 +149,10 @@ class CachePolicy:
             if entry is None:
                 made[index] = None
                 continue
+            if not isinstance(entry, str | Mapping):
+                raise SettingsError(
+                    f"layer {index}: give None, a method such as 'kivi:bits=8' or keyword arguments, got {entry!r}"
+                )
             changes = {"method": entry} if isinstance(entry, str) else dict(entry)
             kept = dict(base.text)
             if "method" in changes:
@@ -171,3 +177,6 @@ class CachePolicy:
         wrong = [index for index in self.layers if not -count <= index < count]
         if wrong:
             raise SettingsError(f"layers: the model has layers 0 to {count - 1}, not {wrong}")
+        twice = [index for index in self.layers if index < 0 and index + count in self.layers]
+        if twice:
+            raise SettingsError(f"layers: {twice} name layers that are named by {[i + count for i in twice]} as well")

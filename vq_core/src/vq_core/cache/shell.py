@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from vq_core.cache.history import History
 from vq_core.cache.policy import Attention, Fallback, LayerPolicy
 from vq_core.cache.report import LayerReport, describe
 from vq_core.cache.tagged import ReadCount, tag
-from vq_core.errors import CacheStateError, FormatError, SettingsError, UnsupportedShapeError
+from vq_core.errors import CacheStateError, FormatError, SettingsError, UnsupportedShapeError, VQError
 from vq_core.plugins.binding import BoundSide, bind
 from vq_core.plugins.registry import resolve
 
@@ -53,9 +52,14 @@ class PackedKVCache:
     ):
         self._setup(
             LayerPolicy.make(
-                method=method, keys=keys, values=values, residual=residual,
-                sink_tokens=sink_tokens, attention=attention, fallback=fallback,
-            )  # fmt: skip
+                method=method,
+                keys=keys,
+                values=values,
+                residual=residual,
+                sink_tokens=sink_tokens,
+                attention=attention,
+                fallback=fallback,
+            )
         )
 
     @classmethod
@@ -140,7 +144,7 @@ class PackedKVCache:
             raise UnsupportedShapeError(
                 f"keys {keys.shape} and values {values.shape} must be (B, H, L, D) with the same B, H and L"
             )
-        if not keys.shape[2] or not keys.shape[3] or not values.shape[3] or not keys.shape[0]:
+        if 0 in keys.shape or 0 in values.shape:
             raise UnsupportedShapeError(
                 f"keys {keys.shape}, values {values.shape}: every length must be at least 1 (S = 0 adds no token)"
             )
@@ -149,7 +153,8 @@ class PackedKVCache:
         if self._history is None:
             return
         ctx = self._history.bound["keys"].ctx
-        had = (self._history.rows if self._offset else keys.shape[0], ctx.kv_heads, ctx.key_dim, ctx.value_dim, ctx.dtype)
+        rows = self._history.rows if self._offset else keys.shape[0]
+        had = (rows, ctx.kv_heads, ctx.key_dim, ctx.value_dim, ctx.dtype)
         now = (*keys.shape[:2], keys.shape[3], values.shape[3], str(keys.dtype).removeprefix("mlx.core."))
         if had != now:
             names = ("B", "H", "D of the keys", "D of the values", "dtype")
@@ -238,7 +243,7 @@ class PackedKVCache:
             self._offset -= n
         return n
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The causal mask of N new tokens, as mlx-lm's caches make it."""
         if window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
@@ -258,10 +263,14 @@ class PackedKVCache:
     def state(self, value: Sequence[Any]) -> None:
         from vq_core.cache.state import restore
 
+        made = type(self).__new__(type(self))  # so that a state that is refused changes nothing
         try:
-            restore(self, value)
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+            restore(made, value)
+        except VQError:
+            raise
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise FormatError(f"this is not the state of a PackedKVCache: {error}") from error
+        self.__dict__.update(made.__dict__)
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> PackedKVCache:

@@ -10,9 +10,13 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import mlx.core as mx
 
+from vq_core.api.facts import Rope
+from vq_core.cache.history import History
 from vq_core.cache.policy import LayerPolicy
+from vq_core.cache.store import PageStore
 from vq_core.errors import FormatError
 
 if TYPE_CHECKING:
@@ -24,7 +28,10 @@ WINDOW = ("keys", "values", "sink_keys", "sink_values")
 
 def dump(cache: PackedKVCache) -> list[Any]:
     """The state of a cache."""
-    header: dict[str, Any] = {"vq": STATE_VERSION, "policy": cache.policy.text, "layer": cache.layer}
+    header: dict[str, Any] = {
+        "vq": STATE_VERSION, "policy": cache.policy.text, "layer": cache.layer, "model": cache._model,
+        "rope": cache._rope and attrs.asdict(cache._rope),
+    }  # fmt: skip
     history, arrays = cache._history, []
     if history is not None:
         ctx = history.bound["keys"].ctx
@@ -66,7 +73,8 @@ def restore(cache: PackedKVCache, state: Sequence[Any]) -> None:
     header = json.loads(text)
     if not isinstance(header, dict) or header.get("vq") != STATE_VERSION:
         raise FormatError(f"cache state of version {header.get('vq')!r}; this vq-core reads version {STATE_VERSION}")
-    cache._setup(LayerPolicy.make(**header["policy"]), header["layer"])
+    rope = header["rope"] and Rope(**header["rope"])
+    cache._setup(LayerPolicy.make(**header["policy"]), header["layer"], rope, header["model"])
     if "shape" not in header:
         return
     shape = dict(header["shape"])
@@ -98,4 +106,50 @@ def restore(cache: PackedKVCache, state: Sequence[Any]) -> None:
         store.capacity = next((a.shape[0] for a in store.paged.values()), 0)
     if held:
         raise FormatError(f"arrays that the layout does not name: {', '.join(held)}")
+    _check_window(history)
+    for side, store in history.stores.items():
+        _check_store(side, store, history)
     cache._offset = max(history.lengths)
+
+
+def _check_window(history: History) -> None:
+    window, ctx = history.window, history.bound["keys"].ctx
+    rows = len(history.stores["keys"].tokens)
+    if not len(window.counts) == len(window.approximate) == len(window.sinks) == rows:
+        raise FormatError(f"the window's counts must have one number for each of {rows} rows")
+    for name, counts, dim in (
+        ("keys", window.counts, ctx.key_dim), ("values", window.counts, ctx.value_dim),
+        ("sink_keys", window.sinks, ctx.key_dim), ("sink_values", window.sinks, ctx.value_dim),
+    ):  # fmt: skip
+        array = getattr(window, name)
+        wanted = (rows, ctx.kv_heads, array.shape[2] if array is not None and array.ndim == 4 else 0, dim)
+        if array is None:
+            fits = not any(counts)
+        else:
+            fits = array.shape == wanted and wanted[2] >= max(counts) and array.dtype == getattr(mx, ctx.dtype)
+        if not fits:
+            found = "missing" if array is None else f"{array.shape} {array.dtype}"
+            raise FormatError(f"window.{name} is {found}; it must hold {counts} tokens, (B, H, W, D) {ctx.dtype}")
+
+
+def _check_store(side: str, store: PageStore, history: History) -> None:
+    page = store.layout.page
+    pages = [-(-n // page) for n in store.tokens]
+    numbers = sorted(number for owned in store.owned for number in owned)
+    if (
+        store.tokens != history.packed
+        or any(n < 0 or n % history.block for n in store.tokens)
+        or [len(owned) for owned in store.owned] != pages
+        or numbers != list(range(sum(pages)))
+        or store.capacity < sum(pages)
+    ):
+        raise FormatError(f"{side}: {store.tokens} tokens do not fit pages {store.owned} of {store.capacity}")
+    for field in store.layout.fields:
+        array = store.paged.get(field.name) if field.axis is not None else store.sequence.get(field.name)
+        if array is None and not any(store.tokens):
+            continue
+        length = store.capacity if field.axis is not None else len(store.tokens)
+        accepted = [getattr(mx, dtype) for dtype in (field.dtype, field.wide) if dtype]
+        if array is None or array.shape[0] != length or array.dtype not in accepted:
+            found = "missing" if array is None else f"{array.shape} {array.dtype}"
+            raise FormatError(f"{side}.{field.name} is {found}; it must be {length} rows of {field.dtype}")

@@ -66,6 +66,11 @@ def _spare_allowed(tokens: int) -> int:
     return max(SPARE_TOKENS, int(SPARE_SHARE * tokens))
 
 
+def _leading(array: mx.array, n: int, copy: bool = False) -> mx.array:
+    """The first n of the leading axis, in memory of their own; a slice would keep all of its array alive."""
+    return array if n == array.shape[0] and not copy else mx.take(array, mx.arange(n, dtype=mx.int32), axis=0)
+
+
 def _along(array: mx.array, axis: int, begin: int, end: int) -> mx.array:
     return array[(slice(None),) * axis + (slice(begin, end),)]
 
@@ -158,7 +163,7 @@ class PageStore:
         for field in self.layout.sequence:
             value = data[field.name]
             if len(rows) == self.rows:
-                self.sequence[field.name] = value
+                self.sequence[field.name] = _leading(value, self.rows, copy=True)
                 continue
             old = self.sequence.get(field.name)
             if old is None:
@@ -168,7 +173,8 @@ class PageStore:
             self.sequence[field.name] = new
 
     def _write_partial(self, ids: list[int], data: Mapping[str, mx.array], fill: int, n: int) -> None:
-        runs = [(0, len(ids))] if ids == list(range(ids[0], ids[0] + len(ids))) else [(i, i + 1) for i in range(len(ids))]
+        together = ids == list(range(ids[0], ids[0] + len(ids)))
+        runs = [(0, len(ids))] if together else [(i, i + 1) for i in range(len(ids))]
         for field in self.layout.paged:
             old = self._widen(field, data[field.name])
             new = old.reshape(old.shape)
@@ -206,7 +212,7 @@ class PageStore:
             parts.append(pages.astype(old.dtype))
             if spare:
                 parts.append(mx.zeros((spare, *pages.shape[1:]), old.dtype))
-            new = mx.concatenate(parts) if len(parts) > 1 else mx.contiguous(parts[0])
+            new = mx.concatenate(parts) if len(parts) > 1 else _leading(parts[0], needed, copy=True)
         self.paged[field.name] = new
 
     def _widen(self, field: Field, rows: mx.array) -> mx.array:
@@ -263,7 +269,7 @@ class PageStore:
                         [b if a is None else a for a, b in zip(held, blank, strict=True)]
                     )
             else:
-                parts = [s.paged[field.name][: s.used] for s in compact if s.used]
+                parts = [_leading(s.paged[field.name], s.used) for s in compact if s.used]
                 if parts:
                     widest = max((p.dtype for p in parts), key=lambda d: d.size)
                     new.paged[field.name] = mx.concatenate([p.astype(widest) for p in parts])
@@ -304,20 +310,26 @@ class PageStore:
     # ---- reading
 
     def view(self, tokens: Sequence[int] | None = None) -> Pages:
-        """The pages of the first ``tokens[b]`` tokens of each row (all by default). Kept until the next write."""
+        """The pages of the first ``tokens[b]`` tokens of each row (all by default).
+
+        Only where they lie is kept until the next write: a kept tile would be held, and counted by nobody.
+        """
         tokens = tuple(self.tokens if tokens is None else tokens)
         if tokens not in self._views:
-            self._views[tokens] = self._view(tokens)
-        return self._views[tokens]
+            self._views[tokens] = self._places(tokens)
+        places = self._views[tokens]
+        count, row = places.count, places.row
+        tile = {n: a if a.shape[0] == count else a[:count] for n, a in self.paged.items()}
+        for name, array in self.sequence.items():
+            tile[name] = array if row is None else mx.take(array, row, axis=0)
+        return Pages(tile, count, places.depth, row, places.table, places.held, places.place)
 
-    def _view(self, tokens: tuple[int, ...]) -> Pages:
+    def _places(self, tokens: tuple[int, ...]) -> Pages:
+        """A reading without its tile."""
         pages = [-(-n // self.layout.page) for n in tokens]
         depth, rows = max(pages), self.rows
-        regular = all(
-            owned[: pages[b]] == list(range(b, b + depth * rows, rows)) for b, owned in enumerate(self.owned)
-        )
+        regular = all(owned[: pages[b]] == list(range(b, b + depth * rows, rows)) for b, owned in enumerate(self.owned))
         count = depth * rows if regular else self.used
-        tile = {n: a if a.shape[0] == count else a[:count] for n, a in self.paged.items()}
         row = None
         extra: dict[str, mx.array] = {}
         if rows > 1:
@@ -334,6 +346,4 @@ class PageStore:
                     "held": mx.array([[d < n for d in range(depth)] for n in pages]),
                     "place": mx.array(place, mx.int32),
                 }
-        for name, array in self.sequence.items():
-            tile[name] = array if row is None else mx.take(array, row, axis=0)
-        return Pages(tile, count, depth, row, **extra)
+        return Pages({}, count, depth, row, **extra)

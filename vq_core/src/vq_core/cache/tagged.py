@@ -63,7 +63,7 @@ class Reading:
         return attend(self.view, queries, scale=scale, mask=mask, sinks=sinks, tier=self.tier)
 
 
-class TaggedArray(mx.array):  # type: ignore[misc]
+class TaggedArray(mx.array):
     """An array that carries the packed reading it is the dense value of; lost by every operation."""
 
     vq_reading: Reading

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from vq_core.hosts.mlx_lm.generate import Run
+    from vq_core.hosts.mlx_lm.report import LayerEntry
 
 NOTHING_PACKED = 3
 """Exit status when a method was asked for and no token was packed."""
@@ -29,7 +31,7 @@ def generate(
     fallback: Annotated[str, typer.Option(help="When a method's attention fails its probe: error or warn.")] = "error",
     max_tokens: Annotated[int, typer.Option(min=1, help="At most so many new tokens.")] = 256,
     temp: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of the sampling.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="The text and the report as JSON.")] = False,
 ) -> None:
     """Generate text with a packed cache, then say what it held."""
@@ -48,16 +50,20 @@ def generate(
         "sink_tokens": sink_tokens, "attention": attention, "fallback": fallback,
     }  # fmt: skip
     CachePolicy.make(**options)  # refuses what is wrong before the model is loaded
-    text = sys.stdin.read() if prompt == "-" else prompt
-    loaded, tokenizer = load(model)
-    handle = compress(loaded, **options)
+    text = _text(prompt)
+    out = sys.stdout
     run: Run | None = None
-    for piece, run in stream(
-        loaded, tokenizer, text, handle=handle, max_tokens=max_tokens, temperature=temp, seed=seed
-    ):
-        if not as_json:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+    # What other libraries print while they load and run must not get between the pieces of text, or into the JSON.
+    with contextlib.redirect_stdout(sys.stderr):
+        loaded, tokenizer = load(model)
+        handle = compress(loaded, **options)
+        for piece, latest in stream(
+            loaded, tokenizer, text, handle=handle, max_tokens=max_tokens, temperature=temp, seed=seed
+        ):
+            run = latest
+            if not as_json:
+                out.write(piece)
+                out.flush()
     assert run is not None and run.report is not None
     if as_json:
         typer.echo(json.dumps(_facts(run), indent=2))
@@ -66,6 +72,19 @@ def generate(
     if not run.report.packed:
         typer.secho("vq: no token was packed; see the notes of the report", fg="red", err=True)
         raise typer.Exit(NOTHING_PACKED)
+
+
+def _text(prompt: str) -> str:
+    """The prompt itself, or standard input."""
+    from vq_core.errors import SettingsError
+
+    try:
+        if prompt == "-":
+            return sys.stdin.buffer.read().decode()
+        prompt.encode()  # an argument of other bytes than UTF-8 holds half characters
+    except UnicodeError as error:
+        raise SettingsError(f"the prompt is not UTF-8 text: {error}") from None
+    return prompt
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -94,23 +113,37 @@ def _print(run: Run) -> None:
 
 
 def _layers(run: Run) -> Table:
+    from itertools import groupby
+
+    from rich import box
     from rich.table import Table
 
-    table = Table(title="layers", title_justify="left")
-    for name in ("layer", "status", "keys", "values", "packed", "exact", "approximate", "bytes", "fp16 / held", "why"):
-        table.add_column(name)
+    table = Table(title="layers", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("layer", "status", "packed", "exact", "bytes", "fp16/held", "method, reasons, notes"):
+        right = name in ("packed", "exact", "bytes", "fp16/held")
+        table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     assert run.report is not None
-    for entry in run.report.layers:
-        report = entry.report
-        if report is None:
-            table.add_row(str(entry.layer), entry.status, "", "", "", "", "", str(entry.native_bytes), "", entry.reason)
-            continue
-        table.add_row(
-            str(entry.layer), entry.status, report.keys, report.values, str(report.packed), str(report.exact),
-            str(report.approximate), f"{report.bytes.held:,}", f"{report.bytes.ratio:.2f}",
-            "; ".join(filter(None, (entry.reason, *report.notes))),
-        )  # fmt: skip
+    for row, alike in groupby(run.report.layers, key=_row):
+        numbers = [entry.layer for entry in alike]
+        table.add_row("-".join(map(str, sorted({numbers[0], numbers[-1]}))), *row)
     return table
+
+
+def _row(entry: LayerEntry) -> tuple[str, ...]:
+    """A layer's columns but its number; layers in a row that are alike share one line."""
+    from rich.markup import escape
+
+    report = entry.report
+    if report is None:
+        return (entry.status, "", "", f"{entry.native_bytes:,}", "", escape(entry.reason))
+    said = [report.keys] if report.keys == report.values else [f"keys {report.keys}", f"values {report.values}"]
+    if report.approximate:
+        said.append(f"{report.approximate} tokens in the window came back from codes")
+    said += filter(None, (entry.reason, *report.notes))
+    held = report.bytes
+    exact = report.exact + report.approximate
+    numbers = (f"{report.packed:,}", f"{exact:,}", f"{held.held:,}", f"{held.ratio:.2f}")
+    return (entry.status, *numbers, escape("\n".join(said)))
 
 
 def _totals(run: Run) -> Table:

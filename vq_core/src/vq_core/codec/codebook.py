@@ -7,18 +7,18 @@ D of 64 and more that this one table loses less than 0.5% of the error.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
 from statistics import NormalDist
 
 import mlx.core as mx
-import numpy as np
 
 from vq_core.errors import UnsupportedShapeError
 
 _SETTLED = 1e-9
 
 
-@lru_cache(maxsize=None)
+@cache
 def gaussian_centroids(bits: int) -> tuple[float, ...]:
     """The 2**bits centroids with least squared error on N(0, 1), ascending and symmetric.
 
@@ -27,6 +27,8 @@ def gaussian_centroids(bits: int) -> tuple[float, ...]:
     Raises:
         UnsupportedShapeError: bits out of 1 to 6.
     """
+    import numpy as np  # here: listing methods imports their modules and should not pay for numpy
+
     if not 1 <= bits <= 6:
         raise UnsupportedShapeError(f"a codebook of {bits} bits: accepted are 1 to 6")
     half, normal = 2 ** (bits - 1), NormalDist()
@@ -45,7 +47,7 @@ def gaussian_centroids(bits: int) -> tuple[float, ...]:
 
 def boundaries(centroids: tuple[float, ...]) -> tuple[float, ...]:
     """Midpoints between neighbouring centroids."""
-    return tuple((a + b) / 2 for a, b in zip(centroids, centroids[1:], strict=False))
+    return tuple((a + b) / 2 for a, b in pairwise(centroids))
 
 
 def count_below(x: mx.array, edges: tuple[float, ...]) -> mx.array:

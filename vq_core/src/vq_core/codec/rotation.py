@@ -7,11 +7,15 @@ stays the user's.  ``mx.hadamard_transform`` is not used: on sizes it cannot do 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 
 from vq_core.errors import UnsupportedShapeError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def random_orthogonal(dim: int, seed: int | Sequence[int] = 0) -> mx.array:
@@ -25,16 +29,39 @@ def random_orthogonal(dim: int, seed: int | Sequence[int] = 0) -> mx.array:
         seed: Seed, or several numbers that together are one.
 
     Returns:
-        (D, D) float32; ``x @ P.T`` rotates rows x, ``y @ P`` undoes it.
+        (D, D) float32; ``x @ P.T`` rotates rows x, ``y @ P`` undoes it.  Equal calls share one array: do not
+        write into it.
 
     Raises:
         UnsupportedShapeError: a size below 1.
     """
     if dim < 1:
         raise UnsupportedShapeError(f"a rotation of size {dim}: the head size must be at least 1")
-    q, r = np.linalg.qr(np.random.default_rng(seed).standard_normal((dim, dim)))
-    signs = np.where(np.diagonal(r) < 0, -1.0, 1.0)
-    return mx.array((q * signs).astype(np.float32))
+    return _orthogonal(dim, (seed,) if isinstance(seed, int) else tuple(seed))
+
+
+@lru_cache(maxsize=256)
+def _orthogonal(dim: int, seed: tuple[int, ...]) -> mx.array:
+    import numpy as np  # here: listing methods imports their modules and should not pay for numpy
+
+    return mx.array(_haar(np.random.default_rng(seed).standard_normal((dim, dim))).astype(np.float32))
+
+
+def _haar(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Q of the QR factorization of a square matrix with R's diagonal positive, by Householder reflections.
+
+    LAPACK's took 2 s for D = 256 where its threads compete with MLX's, and its rounding depends on their number.
+    """
+    import numpy as np
+
+    r, q = a.copy(), np.eye(len(a))
+    for k in range(len(a) - 1):
+        v = r[k:, k].copy()
+        v[0] += np.copysign(np.sqrt(np.einsum("i,i->", v, v)), v[0])
+        v *= np.sqrt(2 / np.einsum("i,i->", v, v))
+        r[k:, k:] -= v[:, None] * np.einsum("i,ij->j", v, r[k:, k:])
+        q[:, k:] -= np.einsum("ij,j->i", q[:, k:], v)[:, None] * v
+    return np.asarray(q * np.where(np.diagonal(r) < 0, -1.0, 1.0))
 
 
 def orthogonal_sketch(rows: int, dim: int, seed: int | Sequence[int] = 0) -> mx.array:
@@ -53,4 +80,5 @@ def orthogonal_sketch(rows: int, dim: int, seed: int | Sequence[int] = 0) -> mx.
     """
     parts = (seed,) if isinstance(seed, int) else tuple(seed)
     stacked = [random_orthogonal(dim, (*parts, i)) for i in range(-(-rows // dim))]
-    return mx.concatenate(stacked)[:rows] * dim**0.5
+    sketch: mx.array = mx.concatenate(stacked)[:rows] * dim**0.5
+    return sketch

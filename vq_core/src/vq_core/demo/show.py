@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 METHODS = ("kivi:bits=4", "kivi:bits=2")
 PREFILL = 512
+TEMPERATURE = 0.7
+"""At 0 so small a model soon repeats itself."""
 
 
 @attrs.frozen
@@ -55,6 +57,7 @@ def run_demo(
     *,
     methods: Sequence[str] = METHODS,
     max_tokens: int = 200,
+    temperature: float = TEMPERATURE,
     scored: int = 600,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Arm]:
@@ -63,6 +66,7 @@ def run_demo(
     Args:
         methods: Text forms of methods that hold both sides.
         max_tokens: New tokens.
+        temperature: Of the sampling, which draws the same random numbers for every cache.
         scored: Tokens of held-out text scored after a prefill of 512.
         tell: Receives a line about each thing done.
 
@@ -71,57 +75,50 @@ def run_demo(
     """
     from vq_core.cache.policy import LayerPolicy
     from vq_core.demo import MODEL_PATH, heldout_text, prompt_text
-    from vq_core.evaluate.divergence import divergence
-    from vq_core.hosts.mlx_lm import compressed
+    from vq_core.errors import SettingsError
+    from vq_core.evaluate.divergence import divergences
+    from vq_core.hosts.mlx_lm import compress
     from vq_core.hosts.mlx_lm.generate import load, stream
 
     for method in methods:
         LayerPolicy.make(method=method)
     tell(f"loading {MODEL_PATH}")
     model, tokenizer = load(MODEL_PATH)
-    prompt, text = prompt_text(), tokenizer.encode(heldout_text())[: PREFILL + scored + 1]
-    end = prompt.splitlines()[-1][-80:]
-    size = len(tokenizer.encode(prompt))
-    tell(f"fp16: continuing a prompt of {size} tokens by {max_tokens}")
-    plain = _last(stream(model, tokenizer, prompt, max_tokens=max_tokens))
-    arms, unchanged = [], 0.0
-    for method in methods:
-        with compressed(model, method=method) as handle:
-            tell(f"{method}: continuing the same prompt")
-            run = _last(stream(model, tokenizer, prompt, handle=handle, max_tokens=max_tokens))
-            tell(f"{method}: scoring {scored} tokens of another text against the fp16 cache")
-            found = divergence(
-                model, text, handle.plain_cache(), handle.make_cache(), prefill=PREFILL
-            )
-        assert run.report is not None
-        layer, unchanged = run.report.packed_layers[0], found.reference_perplexity
-        arms.append(
-            Arm(
-                method,
-                end,
-                run.text,
-                layer.tokens,
-                layer.packed,
-                run.held,
-                run.fp16,
-                found.kl,
-                found.top1,
-                found.perplexity,
-                found.tokens,
-                found.packed_share,
-            )  # fmt: skip
+    prompt, text = prompt_text(), tokenizer.encode(heldout_text())
+    if not methods or not 1 <= scored < len(text) - PREFILL:
+        raise SettingsError(
+            f"the demo scores 1 to {len(text) - PREFILL - 1} tokens of at least one method, got {scored}"
         )
+    end = prompt.splitlines()[-1][-80:]
+    sampling: Any = {"max_tokens": max_tokens, "temperature": temperature}
+    tell(f"fp16: continuing a prompt of {len(tokenizer.encode(prompt))} tokens by {max_tokens}")
+    plain = _last(stream(model, tokenizer, prompt, **sampling))
+    runs, caches = [], []
+    handle = None
+    try:
+        for method in methods:
+            handle = compress(model, method=method)
+            tell(f"{method}: continuing the same prompt")
+            runs.append(_last(stream(model, tokenizer, prompt, handle=handle, **sampling)))
+            caches.append(handle.make_cache())
+        assert handle is not None
+        tell(f"scoring {scored} tokens of another text with every cache")
+        found = divergences(model, text[: PREFILL + scored + 1], handle.plain_cache(), caches, prefill=PREFILL)
+    finally:
+        if handle is not None:
+            handle.undo()
     tokens = plain.prompt_tokens + plain.generation_tokens
-    fp16 = Arm(
-        "fp16", end, plain.text, tokens, 0, plain.held, plain.fp16, 0.0, 1.0, unchanged, scored, 0.0
-    )
-    return [fp16, *arms]
+    unchanged = found[0].reference_perplexity
+    arms = [Arm("fp16", end, plain.text, tokens, 0, plain.held, plain.fp16, 0.0, 1.0, unchanged, scored, 0.0)]
+    for method, run, figures in zip(methods, runs, found, strict=True):
+        assert run.report is not None
+        layer = run.report.packed_layers[0]
+        quality = (figures.kl, figures.top1, figures.perplexity, figures.tokens, figures.packed_share)
+        arms.append(Arm(method, end, run.text, layer.tokens, layer.packed, run.held, run.fp16, *quality))
+    return arms
 
 
 def _last(runs: Iterator[tuple[str, Run]]) -> Run:
     """Run to the end."""
-    last = None
-    for _, last in runs:
-        pass
-    assert last is not None
+    *_, (_, last) = runs
     return last

@@ -1,11 +1,11 @@
 """Train the demo model: a small Llama over bytes, with mlx-lm's own model class.
 
-    python -m vq_core.demo.train --text text/*.txt --test heldout.txt --out model --minutes 5
+    python -m vq_core.demo.train --text text/[emnps]*.txt --test text/heldout.txt --out model --steps 7000
 
 The last `--val-share` of every file is held out to choose the checkpoint; a `--test` file is only
-measured. So that the model leans on its cache, some training sequences repeat an earlier passage of
-their own verbatim, and the loss on such passages is reported apart. `--out` then loads by
-`mlx_lm.load` with nothing else.
+measured. So that the model leans on its cache, many training rows repeat earlier passages of their
+own verbatim, and the loss on such passages is reported apart. `--out` then loads by `mlx_lm.load`
+with nothing else. `vq_core.demo.text` makes the text files.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def tokenizer_json() -> Tree:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {"id": i, "content": t, **flags, "special": True} for t, i in specials.items()
-        ],
+        "added_tokens": [{"id": i, "content": t, **flags, "special": True} for t, i in specials.items()],
         "normalizer": None,
         "pre_tokenizer": None,
         "post_processor": None,
@@ -210,8 +208,7 @@ class Sampler:
         # Start, end and goal at words' starts, within what the row holds.
         starts = np.flatnonzero((row[:-1] == ord(" ")) | (row[:-1] == ord("\n"))) + 1
         source, stop, at = (
-            int(starts[min(int(np.searchsorted(starts, n)), len(starts) - 1)])
-            for n in (source, source + size, at)
+            int(starts[min(int(np.searchsorted(starts, n)), len(starts) - 1)]) for n in (source, source + size, at)
         )
         passage = row[source:stop]
         new = np.concatenate([row[:at], passage, row[at:]])[: len(row)]
@@ -236,7 +233,7 @@ def forward(model: Model, ids: mx.array, dtype: mx.Dtype, dropout: float = 0.0) 
         if not dropout:
             return x
         keep = mx.random.bernoulli(1 - dropout, x.shape)
-        return cast(mx.array, mx.where(keep, x * (1 / (1 - dropout)), mx.zeros_like(x)))
+        return mx.where(keep, x * (1 / (1 - dropout)), mx.zeros_like(x))
 
     embedding = model.model.embed_tokens.weight
     one_hot = (ids[..., None] == mx.arange(embedding.shape[0])).astype(dtype)
@@ -244,7 +241,8 @@ def forward(model: Model, ids: mx.array, dtype: mx.Dtype, dropout: float = 0.0) 
     for layer in model.layers:
         h = h + drop(layer.self_attn(layer.input_layernorm(h), "causal"))
         h = h + drop(layer.mlp(layer.post_attention_layernorm(h)))
-    return model.model.embed_tokens.as_linear(model.model.norm(h)).astype(mx.float32)
+    logits: mx.array = model.model.embed_tokens.as_linear(model.model.norm(h))
+    return logits.astype(mx.float32)
 
 
 def flat(params: Tree) -> dict[str, mx.array]:
@@ -311,10 +309,7 @@ class Trainer:
     def losses(self, rows: Ids, at_once: int = 16) -> NDArray[np.float32]:
         """The loss of every target in `rows`."""
         params = self.model.trainable_parameters()
-        parts = [
-            np.array(self._losses(params, mx.array(rows[i : i + at_once])))
-            for i in range(0, len(rows), at_once)
-        ]
+        parts = [np.array(self._losses(params, mx.array(rows[i : i + at_once]))) for i in range(0, len(rows), at_once)]
         return np.concatenate(parts)
 
 
@@ -374,6 +369,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     mx.random.seed(args.seed)
     train_ids, val_ids = read_works(args.text, args.val_share)
     trainer = Trainer(getattr(mx, args.dtype), args.dropout, args.weight_decay)
+    if args.start:
+        weights = cast(dict[str, mx.array], mx.load(str(args.start / "model.safetensors")))
+        trainer.model.load_weights([(name, w.astype(mx.float32)) for name, w in weights.items()])
     rng = np.random.default_rng(args.seed)
     sampler = Sampler(train_ids, rng, repeat=args.repeat)
     probe = Probe.make(val_ids, args.length)
@@ -391,9 +389,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         length = args.length * (2 if rng.random() < args.long_share else 1)
         sampler.drill = args.drill * max(0.0, 1 - progress / args.drill_until)
         rows = sampler.batch(args.batch * args.length // length, length)
-        trainer.optimizer.learning_rate = learning_rate(
-            progress, steps, args.learning_rate, args.warmup
-        )
+        trainer.optimizer.learning_rate = learning_rate(progress, steps, args.learning_rate, args.warmup)
         running.append(trainer.step(mx.array(rows)))
         mx.async_eval(trainer.state, running[-1])  # type: ignore[no-untyped-call]
         if len(running) > 1:
@@ -457,6 +453,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--text", type=Path, nargs="+", required=True, help="training text, one file a work")
     add("--test", type=Path, help="text that is only measured, at the end")
     add("--out", type=Path, required=True, help="folder for the model")
+    add("--start", type=Path, help="folder of a model to go on from: a second stage, with few drills")
     add("--minutes", type=float, default=5.0, help="length of the run by the clock")
     add("--steps", type=int, default=0, help="length of the run in steps, instead of --minutes")
     add("--seed", type=int, default=0)
@@ -464,11 +461,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--length", type=int, default=2048, help="bytes a row")
     add("--long-share", type=float, default=0.25, help="share of steps on rows twice as long")
     add("--repeat", type=float, default=0.3, help="share of rows that repeat a passage")
-    add("--drill", type=float, default=0.6, help="share of rows of repetitions only, at the start")
-    add("--drill-until", type=float, default=0.5, help="share of the run after which it is zero")
-    add("--dropout", type=float, default=0.1)
+    add("--drill", type=float, default=0.9, help="share of rows of repetitions only, at the start")
+    add("--drill-until", type=float, default=0.8, help="share of the run after which it is zero")
+    add("--dropout", type=float, default=0.0)
     add("--weight-decay", type=float, default=0.1)
-    add("--learning-rate", type=float, default=2e-3)
+    add("--learning-rate", type=float, default=3e-3)
     add("--warmup", type=int, default=100, help="steps")
     add("--val-share", type=float, default=0.03, help="held-out end of every work")
     add("--eval-every", type=int, default=250, help="steps")

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
+import numpy as np
 
 from vq_core.cache.shell import PackedKVCache
 from vq_core.errors import SettingsError
@@ -41,55 +42,117 @@ class Divergence:
 
 
 def divergence(
-    model: Any, tokens: Sequence[int], reference: list[Any], tested: list[Any], *, prefill: int = PREFILL
+    model: Any,
+    tokens: Sequence[int] | Sequence[Sequence[int]],
+    reference: list[Any],
+    tested: list[Any],
+    *,
+    prefill: int = PREFILL,
 ) -> Divergence:
-    """Compare two caches on one text.
+    """Compare two caches on one text, or on several of one length side by side.
+
+    A few hundred tokens tell KL. Perplexity depends on which tokens the text happens to have: a difference of one
+    percent takes a thousand and more.
 
     Args:
-        model: Called as ``model(tokens, cache=caches)``, giving logits (1, L, vocabulary).
-        tokens: The text.
+        model: Called as ``model(tokens, cache=caches)``, giving logits (B, L, vocabulary).
+        tokens: The text, or B texts of one length.
         reference: Empty caches, one a layer, such as the model's own.
         tested: Empty caches, one a layer.
         prefill: Tokens fed at once before scoring begins, at least 1.
 
     Raises:
-        SettingsError: a text too short to score, or so short that no scored token reads packed history.
+        SettingsError: a text too short to score, texts of unequal length, or a text so short that no scored token
+            reads packed history.
     """
-    if not 1 <= prefill < len(tokens) - 1:
-        raise SettingsError(f"{len(tokens)} tokens leave nothing to score after a prefill of {prefill}")
-    ids = mx.array(list(tokens), mx.int32)[None]
-    for caches in (reference, tested):
+    return divergences(model, tokens, reference, [tested], prefill=prefill)[0]
+
+
+def divergences(
+    model: Any,
+    tokens: Sequence[int] | Sequence[Sequence[int]],
+    reference: list[Any],
+    tested: Sequence[list[Any]],
+    *,
+    prefill: int = PREFILL,
+) -> list[Divergence]:
+    """:func:`divergence` of several tested caches, the reference computed once."""
+    ids = _checked(tokens, prefill)
+    for caches in (reference, *tested):
         mx.eval(model(ids[:, :prefill], cache=caches), [c.state for c in caches])
-    ours = [c for c in tested if isinstance(c, PackedKVCache)]
-    sums = {"kl": 0.0, "same": 0.0, "tested": 0.0, "reference": 0.0}
-    attended = packed = 0
-    last = len(tokens) - 1
-    for i in range(prefill, last):
-        step, target = ids[:, i : i + 1], ids[0, i + 1]
-        p, q = (_log_probabilities(model(step, cache=caches)) for caches in (reference, tested))
-        found = mx.stack(
-            [(mx.exp(p) * (p - q)).sum(), (p.argmax() == q.argmax()).astype(mx.float32), -q[target], -p[target]]
-        ).tolist()
-        for name, value in zip(("kl", "same", "tested", "reference"), found, strict=True):  # type: ignore[arg-type]
-            sums[name] += float(value)
-        for cache in ours:
-            report = cache.report()
-            attended, packed = attended + report.tokens, packed + report.packed
-    if ours and not packed:
-        raise SettingsError(
-            "no scored token read packed history: give a longer text or a smaller residual, or the figures mean nothing"
+    arms = [_Arm(caches) for caches in tested]
+    loss = 0.0
+    for i in range(prefill, ids.shape[1] - 1):
+        step, target = ids[:, i : i + 1], ids[:, i + 1 : i + 2]
+        p = _log_probabilities(model(step, cache=reference))
+        loss -= float(np.array(mx.take_along_axis(p, target, axis=1).sum()))
+        for arm in arms:
+            arm.add(p, _log_probabilities(model(step, cache=arm.caches)), target)
+    return [arm.result(loss, (ids.shape[1] - 1 - prefill) * ids.shape[0]) for arm in arms]
+
+
+def _checked(tokens: Sequence[Any], prefill: int) -> mx.array:
+    """The texts, (B, length)."""
+    texts: list[Any] = list(tokens) if any(isinstance(item, Sequence) for item in tokens) else [list(tokens)]
+    lengths = {len(text) if isinstance(text, Sequence) else -1 for text in texts}
+    if len(lengths) > 1:
+        raise SettingsError("the texts of a batch must have one length")
+    length = lengths.pop()
+    if not 1 <= prefill < length - 1:
+        raise SettingsError(f"{length} tokens leave nothing to score after a prefill of {prefill}")
+    return mx.array(texts, mx.int32)
+
+
+class _Arm:
+    """Sums over the scored tokens of one tested cache."""
+
+    def __init__(self, caches: list[Any]):
+        self.caches = caches
+        self.ours = [c for c in caches if isinstance(c, PackedKVCache)]
+        self.sums = np.zeros(3)
+        self.attended = self.packed = 0
+
+    def add(self, p: mx.array, q: mx.array, target: mx.array) -> None:
+        """One token of each text: log-probabilities (B, vocabulary) of both caches, and what came, (B, 1)."""
+        same = (p.argmax(axis=-1) == q.argmax(axis=-1)).sum().astype(mx.float32)
+        self.sums += np.array(mx.stack([_divergence(p, q), same, -mx.take_along_axis(q, target, axis=1).sum()]))
+        for cache in self.ours:
+            attended, packed = _read(cache)
+            self.attended, self.packed = self.attended + attended, self.packed + packed
+
+    def result(self, reference_loss: float, scored: int) -> Divergence:
+        """The means."""
+        if self.ours and not self.packed:
+            raise SettingsError(
+                "no scored token read packed history: give a longer text or a smaller residual, or the figures mean "
+                "nothing"
+            )
+        kl, top1, loss = (float(x) / scored for x in self.sums)
+        return Divergence(
+            kl=kl,
+            top1=top1,
+            perplexity=math.exp(loss),
+            reference_perplexity=math.exp(reference_loss / scored),
+            tokens=scored,
+            packed_share=self.packed / self.attended if self.attended else 0.0,
         )
-    n = last - prefill
-    return Divergence(
-        kl=sums["kl"] / n,
-        top1=sums["same"] / n,
-        perplexity=math.exp(sums["tested"] / n),
-        reference_perplexity=math.exp(sums["reference"] / n),
-        tokens=n,
-        packed_share=packed / attended if attended else 0.0,
-    )
+
+
+def _divergence(p: mx.array, q: mx.array) -> mx.array:
+    """KL(p || q) of log-probabilities; a token that the model rules out, with a logit of -inf, adds nothing."""
+    return mx.where(p == -mx.inf, 0, mx.exp(p) * (p - q)).sum()
+
+
+def _read(cache: PackedKVCache) -> tuple[int, int]:
+    """Keys that the step of one token just done attended to, and how many of them packed: never the newest."""
+    history = cache._history
+    if history is None:
+        return 0, 0
+    before = [length - 1 - sinks for length, sinks in zip(history.lengths, history.window.sinks, strict=True)]
+    packed = [min(n, max(0, b) // history.block * history.block) for n, b in zip(history.packed, before, strict=True)]
+    return sum(history.lengths), sum(packed)
 
 
 def _log_probabilities(logits: mx.array) -> mx.array:
-    x = logits[0, -1].astype(mx.float32)
-    return x - mx.logsumexp(x)
+    x = logits[:, -1].astype(mx.float32)
+    return x - mx.logsumexp(x, axis=-1, keepdims=True)

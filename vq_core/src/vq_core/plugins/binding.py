@@ -16,13 +16,12 @@ import attrs
 import mlx.core as mx
 import numpy as np
 import pluggy
-from mlx.utils import tree_flatten
 
-from vq_core import hookspecs
 from vq_core.api.facts import PrepareContext
 from vq_core.api.layout import Layout
 from vq_core.cache.policy import SideChoice, choose
 from vq_core.errors import PluginError, VQError
+from vq_core.plugins.loader import make_manager
 from vq_core.plugins.records import MethodRecord
 from vq_core.plugins.registry import resolve
 
@@ -73,35 +72,38 @@ class BoundSide:
         """Fields of the sequence from the first block (B, H, block, D), checked against the layout."""
         if self._start is None:
             return {}
-        rows = dict(self._start(state=self.state, x=x, positions=positions))
-        for field in self.layout.sequence:
-            self._check(field.name, rows, (*x.shape[:2], *field.shape), (field.dtype,))
-        return rows
+        rows = self._start(state=self.state, x=x, positions=positions)
+        return _checked(self.choice.label, self.layout, rows, x, paged=False)
 
     def pack(self, x: mx.array, positions: mx.array, sequence: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Encode and pack n tokens (B, H, n, D); rows of the paged fields, checked against the layout."""
         codes = self._encode(state=self.state, x=x, positions=positions, sequence=sequence)
-        rows = dict(self._pack(state=self.state, codes=codes))
-        for field in self.layout.paged:
-            shape = list(field.shape)
-            shape[field.axis or 0] = self.layout.units(field, x.shape[2])
-            dtypes = (field.dtype,) if field.wide is None else (field.dtype, field.wide)
-            self._check(field.name, rows, (*x.shape[:2], *shape), dtypes)
-        return rows
+        rows = self._pack(state=self.state, codes=codes)
+        return _checked(self.choice.label, self.layout, rows, x, paged=True)
 
     def decode(self, packed: Mapping[str, mx.array], positions: mx.array | None) -> mx.array:
         """Decode a tile: (N, H, n, D) float32."""
         return self._decode(state=self.state, packed=packed, positions=positions)
 
-    def _check(self, name: str, rows: Mapping[str, mx.array], shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-        got = rows.get(name)
-        wanted = [getattr(mx, dtype) for dtype in dtypes]
-        if got is None or got.shape != shape or got.dtype not in wanted:
-            found = "nothing" if got is None else f"{got.shape} {got.dtype}"
+
+def _checked(label: str, layout: Layout, rows: Mapping[str, mx.array], x: mx.array, paged: bool) -> dict[str, mx.array]:
+    """Rows of the paged fields, or those of the sequence, as the layout promises them for x (B, H, n, D)."""
+    found: dict[str, mx.array] = {}
+    for field in layout.paged if paged else layout.sequence:
+        shape = list(field.shape)
+        if field.axis is not None:
+            shape[field.axis] = layout.units(field, x.shape[2])
+        wanted = (*x.shape[:2], *shape)
+        dtypes = [d for d in (field.dtype, field.wide) if d is not None]
+        got = rows.get(field.name)
+        if got is None or got.shape != wanted or got.dtype not in [getattr(mx, d) for d in dtypes]:
+            given = "nothing" if got is None else f"{got.shape} {got.dtype}"
             raise PluginError(
-                f"method {self.choice.label!r}, field {name!r}: the layout promises {shape} {' or '.join(dtypes)}, "
-                f"the method gave {found}"
+                f"method {label!r}, field {field.name!r}: the layout promises {wanted} {' or '.join(dtypes)}, "
+                f"the method gave {given}"
             )
+        found[field.name] = got
+    return found
 
 
 _lock = threading.RLock()
@@ -132,10 +134,8 @@ def bind(method: str | SideChoice, ctx: PrepareContext, fallback: str = "error")
 
 
 def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallback: str) -> BoundSide:
-    manager = pluggy.PluginManager("vq")
-    manager.add_hookspecs(hookspecs)
-    manager.register(record.plugin, choice.label)
     name = choice.label
+    manager = make_manager(record.plugin, name)
     state = _guarded(name, "vq_prepare", lambda: manager.hook.vq_prepare(ctx=ctx, settings=choice.settings))
     if state is None:
         raise PluginError(f"method {name!r}: vq_prepare returned None; it must return the method's state")
@@ -150,10 +150,12 @@ def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallbac
     start = None
     sequence: Mapping[str, mx.array] = {}
     if layout.sequence:
-        start, sequence = pick("vq_start", state=state, x=x[:, :, : layout.block], positions=positions[:, : layout.block])
+        block = layout.block
+        start, sequence = pick("vq_start", state=state, x=x[:, :, :block], positions=positions[:, :block])
     encode, codes = pick("vq_encode", state=state, x=x, positions=positions, sequence=sequence)
     pack, _ = pick("vq_pack", state=state, codes=codes)
-    packed = dict(_call(name, "vq_pack", pack, state=state, codes=codes)) | dict(sequence)
+    rows = _guarded(name, "vq_pack", lambda: pack(state=state, codes=codes))
+    packed = _checked(name, layout, rows, x, paged=True) | _checked(name, layout, sequence, x, paged=False)
     decode, decoded = pick("vq_decode", state=state, packed=packed, positions=positions)
     wanted = (1, ctx.kv_heads, layout.page, ctx.head_dim)
     if decoded.shape != wanted or decoded.dtype != mx.float32:
@@ -161,13 +163,10 @@ def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallbac
             f"method {name!r}: vq_decode must return {wanted} float32, it gave {decoded.shape} {decoded.dtype}"
         )
     attend, operation = _attend(manager, name, state, ctx, packed, decoded, fallback)
-    side = BoundSide(
+    return BoundSide(
         record, choice, ctx, state, layout, (*chosen.values(), operation), attend,
         "positions" in pick.arguments["vq_decode"], start, encode, pack, decode,
     )  # fmt: skip
-    side.start(x[:, :, : layout.block], positions[:, : layout.block])
-    side.pack(x, positions, sequence)
-    return side
 
 
 class _Picker:
@@ -178,7 +177,7 @@ class _Picker:
         self.arguments: dict[str, tuple[str, ...]] = {}
 
     def __call__(self, hook: str, **kwargs: Any) -> tuple[Callable[..., Any], Any]:
-        declined = []
+        declined: list[str] = []
         for impl in reversed(getattr(self.manager.hook, hook).get_hookimpls()):
             where = f"{getattr(impl.function, '__module__', '?')}.{getattr(impl.function, '__qualname__', hook)}"
             if impl.hookwrapper or impl.wrapper:
@@ -215,7 +214,7 @@ def _guarded(method: str, hook: str, call: Callable[[], Any]) -> Any:
 def _call(method: str, hook: str, function: Callable[..., Any], **kwargs: Any) -> Any:
     def evaluated() -> Any:
         result = function(**kwargs)
-        mx.eval([a for _, a in tree_flatten(result) if isinstance(a, mx.array)])
+        mx.eval(state_arrays(result))
         return result
 
     return _guarded(method, hook, evaluated)
@@ -229,7 +228,7 @@ def _attend(
     if attend is None:
         return None, Operation("vq_attend", "core: decode a tile, then multiply", ("the method offers none",))
     where = f"{type(attend).__module__}.{type(attend).__qualname__}"
-    if (name, where) in _latched:
+    if fallback == "warn" and (name, where) in _latched:
         return None, Operation("vq_attend", "core: decode a tile, then multiply", (_latched[name, where],))
     try:
         error = _guarded(name, "vq_attend", lambda: _probe_attention(attend, ctx, packed, decoded))
@@ -261,9 +260,8 @@ def _probe_attention(attend: Any, ctx: PrepareContext, packed: Mapping[str, mx.a
     mx.eval(got, want)
     if got.shape != want.shape:
         raise PluginError(f"attention on the {ctx.side} gave {got.shape}, not {want.shape}")
-    scale = mx.sqrt(mx.mean(want.square())).item()
-    difference = mx.sqrt(mx.mean((got.astype(mx.float32) - want).square())).item()
-    return float(difference) / max(float(scale), 1e-30)
+    a, b = np.array(got.astype(mx.float32)), np.array(want)
+    return float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(b)), 1e-30)
 
 
 def _probe_input(ctx: PrepareContext, layout: Layout) -> mx.array:

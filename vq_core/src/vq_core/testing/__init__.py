@@ -15,7 +15,15 @@ Needs pytest and hypothesis: ``pip install 'vq-core[test]'``.
 import pytest
 
 # The kit's assertions should show their operands in the author's terminal as those of a test file do.
-pytest.register_assert_rewrite("vq_core.testing")
+pytest.register_assert_rewrite(
+    *(
+        f"vq_core.testing.{part}"
+        for part in (
+            "attention", "codec", "determinism", "growth", "memory", "numbers", "observe", "protocol", "refusals",
+            "rows", "trimming",
+        )
+    )
+)  # fmt: skip
 
 from vq_core.testing.attention import AttentionConformance  # noqa: E402
 from vq_core.testing.codec import CodecConformance  # noqa: E402

@@ -23,22 +23,24 @@ class CodecConformance(Kit):
         again = self.bind(format_choice(choice.label, choice.settings), side).choice
         assert again == choice
 
-    def test_head_size(self, side: Side, dim: int) -> None:
+    def test_head_size(self, side: Side, head_size: int) -> None:
         """A head size is served, shape and dtype kept, or refused before the first token by an error that names it."""
         accepted = self.capabilities().head_dims
-        declared = accepted is None or dim in accepted
+        declared = accepted is None or head_size in accepted
         plain = parse_choice(self.method).label
         needs_artifact = self.capabilities().needs_calibration
         for text in dict.fromkeys((self.method if needs_artifact else plain, self.method, *self.variants)):
             try:
-                bound = self.bind(text, side, dim=dim)
+                bound = self.bind(text, side, dim=head_size)
             except (UnsupportedShapeError, SettingsError) as error:
-                assert str(dim) in str(error), f"{text!r} refuses head size {dim} without naming it: {error}"
+                assert str(head_size) in str(error), (
+                    f"{text!r} refuses head size {head_size} without naming it: {error}"
+                )
                 # Some settings may exclude a head size that the method serves with others.
-                assert not declared or text != plain, f"{text!r} declares head size {dim} and refuses it: {error}"
+                assert not declared or text != plain, f"{text!r} declares head size {head_size} and refuses it: {error}"
                 continue
-            assert declared, f"{text!r} takes head size {dim}, which its capabilities do not name: {accepted}"
-            x = gaussian((1, self.kv_heads, whole(bound, 33), dim))
+            assert declared, f"{text!r} takes head size {head_size}, which its capabilities do not name: {accepted}"
+            x = gaussian((1, self.kv_heads, whole(bound, 33), head_size))
             got = round_trip(bound, x)
             assert got.shape == x.shape and got.dtype == mx.float32
             assert np.isfinite(floats(got)).all()

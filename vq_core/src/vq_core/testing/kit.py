@@ -64,21 +64,24 @@ class Kit:
     # ---- pytest
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Spread the arguments ``text`` and ``side``, ``side`` and ``dim`` over what the class asks for."""
+        """Spread the arguments ``text`` and ``side``, ``side`` and ``head_size`` over what the class asks for."""
         names = metafunc.fixturenames
         if "side" in names:
             try:
                 with self._registered():
                     sides: Sequence[Side] = self.facts().sides
-            except VQError:  # the tests themselves say what is wrong
+            except VQError as error:
+                if not any(metafunc.definition.iter_markers(name) for name in ("skip", "skipif")):
+                    # One error that says it, instead of one a test.
+                    raise pytest.Collector.CollectError(f"{type(self).__name__}.method: {error}") from error
                 sides = SIDES
             if "text" in names:
                 texts = [self.method, *self.variants]
                 metafunc.parametrize(("text", "side"), [(text, side) for text in texts for side in sides])
             else:
                 metafunc.parametrize("side", sides)
-        if "dim" in names:
-            metafunc.parametrize("dim", self.head_dims)
+        if "head_size" in names:
+            metafunc.parametrize("head_size", self.head_dims)
 
     @pytest.fixture(autouse=True)
     def _methods(self) -> Iterator[None]:
@@ -136,7 +139,8 @@ class Kit:
 
     def cache(self, text: str | None = None, *, residual: int = 64, **options: Any) -> PackedKVCache:
         """An empty cache of the method."""
-        return PackedKVCache(**self.policy(text), residual=residual, **options)
+        given: dict[str, Any] = {**self.policy(text), "residual": residual, **options}
+        return PackedKVCache(**given)
 
     def tokens(self, n: int, *, rows: int = 1, dtype: str = "float16", seed: int = 0) -> tuple[mx.array, mx.array]:
         """Keys and values of n tokens of the tests' shape."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -38,7 +39,7 @@ class NumbersConformance(Kit):
         for text in self.ladder:
             bound = self.bind(text, side)
             errors.append(squared_error(bound, gaussian((1, self.kv_heads, whole(bound, 512), self.dim()), seed=12)))
-        assert all(a > b for a, b in zip(errors, errors[1:], strict=False)), dict(zip(self.ladder, errors, strict=True))
+        assert all(a > b for a, b in pairwise(errors)), dict(zip(self.ladder, errors, strict=True))
 
     def test_scale(self, text: str, side: Side) -> None:
         """8 x decodes to 8 times what x decodes to."""
@@ -134,7 +135,8 @@ class NumbersConformance(Kit):
         if bound.layout.sequence and begin == 0:
             assert np.isfinite(floats(after)[:, :, apart]).all(), f"{what}: tokens of other blocks are not finite"
             return
-        assert_same(mx.take(after, mx.array(apart), axis=2), mx.take(before, mx.array(apart), axis=2), f"{what}: others")
+        now_apart, was_apart = (mx.take(a, mx.array(apart), axis=2) for a in (after, before))
+        assert_same(now_apart, was_apart, f"{what}: others")
 
 
 def squared_error(bound: BoundSide, x: mx.array) -> float:

@@ -9,10 +9,13 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from vq_core.errors import HostError
+from vq_core.errors import HostError, SettingsError
 from vq_core.hosts.mlx_lm.prepare import CompressedModel
-from vq_core.hosts.mlx_lm.report import ModelReport
+from vq_core.hosts.mlx_lm.report import ModelReport, held_bytes
 from vq_core.hosts.mlx_lm.versions import check_version
+
+# What a folder that is no model, or is a damaged one, makes mlx-lm and its tokenizers raise.
+_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
 
 
 @attrs.define
@@ -48,10 +51,14 @@ def load(model: str | Path) -> tuple[Any, Any]:
     check_version()
     import mlx_lm
 
+    folder = Path(model).expanduser()
+    name = str(folder) if folder.exists() else str(model)
+    if not folder.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise HostError(f"no such folder: {name}; give a folder in mlx-lm's format or a name on the model hub")
     try:
-        loaded = mlx_lm.load(str(model))
-    except (OSError, ValueError, KeyError) as error:
-        raise HostError(f"mlx-lm cannot load {str(model)!r}: {error}") from error
+        loaded = mlx_lm.load(name)
+    except _LOAD_ERRORS as error:
+        raise HostError(f"mlx-lm cannot load {name!r}: {type(error).__name__}: {error}") from error
     return loaded[0], loaded[1]
 
 
@@ -74,11 +81,20 @@ def stream(
         max_tokens: At most so many new tokens.
         temperature: 0 takes the most likely token.
         seed: Of the sampling.
+
+    Raises:
+        SettingsError: a prompt of no token, or numbers that are out of range.
     """
     from mlx_lm import stream_generate
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.sample_utils import make_sampler
 
+    if not prompt and not tokenizer.encode(prompt):
+        raise SettingsError("the prompt is empty: give at least one token to continue")
+    if max_tokens < 1 or not temperature >= 0 or not 0 <= seed < 2**64:
+        raise SettingsError(
+            f"max_tokens must be 1 or more, temperature and seed 0 or more; got {max_tokens}, {temperature}, {seed}"
+        )
     mx.random.seed(seed)
     mx.reset_peak_memory()
     caches = handle.make_cache() if handle is not None else make_prompt_cache(model)
@@ -91,7 +107,7 @@ def stream(
         run.generation_tokens, run.generation_tps = piece.generation_tokens, piece.generation_tps
         yield piece.text, run
     run.peak_memory = mx.get_peak_memory()
-    run.held = sum(c.nbytes for c in caches if not c.empty())
+    run.held = sum(map(held_bytes, caches))
     if handle is not None:
         run.report = handle.report(caches)
         run.fp16 = run.report.bytes.fp16

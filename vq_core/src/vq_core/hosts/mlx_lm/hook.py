@@ -2,52 +2,73 @@
 
 mlx-lm's models look it up at every call, whatever was imported first and whichever module calls it, so this
 reaches layers that share another layer's keys, learned sinks and direct callers alike.  Arrays that carry no
-tag go to MLX's own function.
+tag go to what was there before.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
-from vq_core.attention.packed import stock_attention
 from vq_core.cache.tagged import StrictTag, reading_of
 
+_BEFORE = "vq_before"
+"""Attribute of our function: what it has replaced."""
+
 _lock = threading.Lock()
-_original: Any = None
 _users = 0
 
 
-def packed_or_stock(q: Any, k: Any, v: Any, *, scale: float, mask: Any = None, sinks: Any = None, **rest: Any) -> Any:
-    """Attention on packed codes where keys and values carry a tag, else what was there before."""
-    reading = reading_of(k, v)
-    if reading is not None:
-        return reading.attend(q, scale=scale, mask=mask, sinks=sinks)
-    k, v = (x.dense() if type(x) is StrictTag else x for x in (k, v))
-    return (_original or stock_attention)(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)
+def _reading_tags(before: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention on packed codes where keys and values carry a tag, else ``before``.
+
+    Each installation is a function of its own: somebody may wrap ours, and a later one of ours on top must lead
+    to that wrapper and through it to our first, not in a circle.
+    """
+
+    def attention(q: Any, k: Any, v: Any, *, scale: float, mask: Any = None, sinks: Any = None, **rest: Any) -> Any:
+        reading = reading_of(k, v)
+        if reading is None:
+            k, v = (x.dense() if type(x) is StrictTag else x for x in (k, v))
+            return before(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)
+        stream = rest.get("stream")
+        if stream is None:
+            return reading.attend(q, scale=scale, mask=mask, sinks=sinks)
+        with mx.stream(stream):
+            return reading.attend(q, scale=scale, mask=mask, sinks=sinks)
+
+    setattr(attention, _BEFORE, before)
+    return attention
 
 
 def install() -> None:
     """Replace the attribute, once; further calls only count."""
-    global _original, _users
+    global _users
     with _lock:
         _users += 1
-        if mx.fast.scaled_dot_product_attention is not packed_or_stock:
-            _original = mx.fast.scaled_dot_product_attention
-            mx.fast.scaled_dot_product_attention = packed_or_stock
+        if not installed():
+            mx.fast.scaled_dot_product_attention = _reading_tags(mx.fast.scaled_dot_product_attention)
 
 
 def uninstall() -> None:
-    """Undo one :func:`install`; the last one puts the original back, unless somebody has replaced ours."""
+    """Undo one :func:`install`; the last one puts back what was there, unless somebody has replaced ours."""
     global _users
     with _lock:
         _users = max(0, _users - 1)
-        if not _users and mx.fast.scaled_dot_product_attention is packed_or_stock:
-            mx.fast.scaled_dot_product_attention = _original
+        if not _users and installed():
+            mx.fast.scaled_dot_product_attention = getattr(mx.fast.scaled_dot_product_attention, _BEFORE)
 
 
 def installed() -> bool:
-    """Whether attention goes through vq now."""
-    return mx.fast.scaled_dot_product_attention is packed_or_stock
+    """Whether attention is ours now; not where somebody has replaced it since, perhaps by a wrapper around ours."""
+    return hasattr(mx.fast.scaled_dot_product_attention, _BEFORE)
+
+
+class WhileInstalled:
+    """True while attention is ours: only then can a tag do without its dense side."""
+
+    def __bool__(self) -> bool:
+        return installed()

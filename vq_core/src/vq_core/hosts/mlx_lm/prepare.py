@@ -6,6 +6,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import attrs
@@ -16,12 +17,14 @@ from vq_core.cache.report import LayerReport, describe
 from vq_core.cache.shell import PackedKVCache
 from vq_core.errors import SettingsError, VQError
 from vq_core.hosts.mlx_lm import hook
-from vq_core.hosts.mlx_lm.report import LayerEntry, ModelReport
+from vq_core.hosts.mlx_lm.report import LayerEntry, ModelReport, held_bytes
 from vq_core.hosts.mlx_lm.versions import check_version
 
 Dense = Literal["auto", "lazy", "strict"]
 _MARK = "vq_handle"
 """Attribute of our ``make_cache`` function that leads to its handle."""
+_STRICT: Any = hook.WhileInstalled()
+_NOT_STRICT = "dense='strict': the model does more with keys and values than attend"
 
 
 @attrs.define
@@ -40,14 +43,15 @@ class CompressedModel:
 
     def __init__(self, model: Any, policy: CachePolicy, dense: Dense):
         self.model, self.policy = model, policy
-        self._original = model.__dict__.get("make_cache")
+        self._original, self._make_native = _native_makers(model)
         self._notes: list[str] = []
         self._warned: set[int] = set()
-        self._made: list[tuple[Any, list[LayerReport]]] = []
+        self._made: list[_Made] = []
         self._active = False
         native = self._native()
         policy.check(len(native))
         self._layers = [self._judge(i, cache, len(native)) for i, cache in enumerate(native)]
+        self._refuse_what_has_no_effect()
         hook.install()
         try:
             self._try_out(dense)
@@ -60,13 +64,7 @@ class CompressedModel:
     def make_cache(self) -> list[Any]:
         """Fresh caches, one a layer: ours where the layer is full attention, else the model's own."""
         caches = self._fresh()
-        self._made = []
-        for cache in caches:
-            last: list[LayerReport] = []
-            if isinstance(cache, PackedKVCache):
-                # The report outlives the cache, its arrays do not.
-                weakref.finalize(cache, _keep_report, cache.__dict__, last).atexit = False
-            self._made.append((_reference(cache), last))
+        self._made = [_Made(cache) for cache in caches]
         return caches
 
     def plain_cache(self) -> list[Any]:
@@ -79,16 +77,12 @@ class CompressedModel:
         Args:
             caches: The caches to report; by default those that the model made last.
         """
-        entries = []
-        for index, layer in enumerate(self._layers):
-            if caches is not None:
-                cache, last = caches[index], []
-            elif self._made:
-                reference, last = self._made[index]
-                cache = reference()
-            else:
-                cache, last = None, []
-            entries.append(self._entry(index, layer, cache, last))
+        if caches is not None and len(caches) != len(self._layers):
+            raise SettingsError(f"report: {len(caches)} caches given; the model has {len(self._layers)} layers")
+        found = self._made if caches is None else [_Made(cache, keep=False) for cache in caches]
+        made = found or [_Made(None)] * len(self._layers)
+        entries = [self._entry(i, layer, m) for i, (layer, m) in enumerate(zip(self._layers, made, strict=True))]
+        self._warn(entries)
         notes = list(self._notes)
         ours = [e.report for e in entries if e.report is not None]
         if not ours:
@@ -125,19 +119,12 @@ class CompressedModel:
     # ---- inside
 
     def _native(self) -> list[Any]:
-        """The caches that the model makes by itself."""
+        """The caches that the model makes by itself; the model is not touched, another thread may be using it."""
         from mlx_lm.models.cache import make_prompt_cache
 
-        current = self.model.__dict__.get("make_cache")
-        if getattr(current, _MARK, None) is None:
-            return list(make_prompt_cache(self.model))
-        del self.model.make_cache
-        try:
-            if self._original is not None:
-                self.model.make_cache = self._original
-            return list(make_prompt_cache(self.model))
-        finally:
-            self.model.make_cache = current
+        if self._make_native is not None:
+            return list(self._make_native())
+        return list(make_prompt_cache(SimpleNamespace(layers=self.model.layers)))
 
     def _judge(self, index: int, cache: Any, count: int) -> _Layer:
         from mlx_lm.models.cache import KVCache
@@ -149,13 +136,22 @@ class CompressedModel:
             return _Layer(name, "skipped by layers=")
         return _Layer(name, "")
 
+    def _refuse_what_has_no_effect(self) -> None:
+        count = len(self._layers)
+        for index, entry in self.policy.layers.items():
+            layer = self._layers[index % count]
+            if entry is not None and layer.reason:
+                raise SettingsError(
+                    f"layers: layer {index % count} cannot be packed ({layer.reason}); leave {index} out of layers="
+                )
+
     def _fresh(self) -> list[Any]:
         caches = self._native()
         for index, layer in enumerate(self._layers):
             policy = self.policy.of(index, len(self._layers))
             if layer.reason or policy is None:
                 continue
-            cache = PackedKVCache.from_policy(policy, layer=index, strict=layer.strict)
+            cache = PackedKVCache.from_policy(policy, layer=index, strict=layer.strict and _STRICT)
             if layer.shape is not None:
                 cache.prepare_for(**layer.shape)
             caches[index] = cache
@@ -172,14 +168,19 @@ class CompressedModel:
             seen = self._dry_run(strict=True)
             if isinstance(seen, list):
                 self._learn(seen, strict=True)
+                left = [i for i, layer in enumerate(self._layers) if layer.shape and not layer.strict]
+                if left and dense == "strict":
+                    raise SettingsError(f"{_NOT_STRICT} in layers {left}; leave dense= out, or those layers by layers=")
                 return
             if dense == "strict":
-                raise SettingsError(f"dense='strict': the model does more with keys and values than attend: {seen}")
+                raise SettingsError(f"{_NOT_STRICT}: {seen}")
         seen = self._dry_run(strict=False)
         if isinstance(seen, list):
             self._learn(seen, strict=False)
         else:
-            self._notes.append(f"the model could not be tried out on three tokens ({seen}); shapes are checked as they come")
+            self._notes.append(
+                f"the model could not be tried out on three tokens ({seen}); shapes are checked as they come"
+            )
 
     def _dry_run(self, strict: bool) -> list[Any] | str:
         for layer in self._layers:
@@ -188,8 +189,12 @@ class CompressedModel:
         try:
             for length in (2, 1):
                 self.model(mx.zeros((1, length), mx.int32), cache=caches)
-        except VQError:
-            raise
+        except VQError as error:
+            index = next(
+                (i for i, c in enumerate(caches) if isinstance(c, PackedKVCache) and not c.reads.updates), None
+            )
+            where = "" if index is None else f"layer {index} (leave it as it is by layers={{{index}: None}}): "
+            raise type(error)(f"{where}{error}") from error
         except Exception as error:  # a model that touches keys in its own way; recorded and handled by the caller
             return f"{type(error).__name__}: {error}"
         return caches
@@ -211,22 +216,86 @@ class CompressedModel:
             if cache.reads.lost:
                 layer.dense = "the model computes on the fetched keys and values itself: packed at rest, read densely"
 
-    def _entry(self, index: int, layer: _Layer, cache: Any, last: list[LayerReport]) -> LayerEntry:
+    def _entry(self, index: int, layer: _Layer, made: _Made) -> LayerEntry:
         if layer.reason:
-            return LayerEntry(index, "native", layer.reason, layer.native, None, _native_bytes(cache))
-        report = cache.report() if isinstance(cache, PackedKVCache) else last[-1] if last else None
+            return LayerEntry(index, "native", layer.reason, layer.native, None, made.nbytes())
+        if made.name not in ("", "PackedKVCache"):
+            return LayerEntry(index, "native", "this cache was not made by vq", made.name, None, made.nbytes())
+        report = made.report()
         if report is None:
             policy = self.policy.of(index, len(self._layers))
             assert policy is not None
             report = LayerReport(index, policy.keys.text, policy.values.text)
-        lost = report.lost > 0
         reason = layer.dense
-        if lost and not reason:
+        if report.lost and not reason:
             reason = f"{report.lost} of {report.updates} updates were read densely, not by packed attention"
-        if lost and index not in self._warned:
-            self._warned.add(index)
-            warnings.warn(f"layer {index}: {reason}", RuntimeWarning, stacklevel=4)
+        if reason and report.bytes.fp16:
+            itemsize = layer.shape["dtype"].size if layer.shape else 2
+            reason += f"; a dense reading of all tokens takes {report.bytes.fp16 // 2 * itemsize:,} bytes"
         return LayerEntry(index, "dense" if reason else "packed", reason, "PackedKVCache", report)
+
+    def _warn(self, entries: Sequence[LayerEntry]) -> None:
+        """Say once of each layer that it is read densely."""
+        lost = [e for e in entries if e.report is not None and e.report.lost and e.layer not in self._warned]
+        if lost:
+            self._warned.update(e.layer for e in lost)
+            each = "; ".join(f"layer {e.layer}: {e.reason}" for e in lost)
+            warnings.warn(f"not read by packed attention: {each}", RuntimeWarning, stacklevel=3)
+
+
+def _native_makers(model: Any) -> tuple[Any, Any]:
+    """``make_cache`` as set on the instance by somebody else, and as the model without ours has it, if at all."""
+    own = model.__dict__.get("make_cache")
+    earlier = getattr(own, _MARK, None)
+    if earlier is None:
+        return own, getattr(model, "make_cache", None)
+    # Ours, of another model: this one is a copy of that.
+    if earlier._original is not None:
+        return earlier._original, earlier._original
+    del model.make_cache
+    try:
+        return None, getattr(model, "make_cache", None)
+    finally:
+        model.make_cache = own
+
+
+class _Made:
+    """A cache as long as somebody holds it, and what it held when nobody does any more."""
+
+    def __init__(self, cache: Any, keep: bool = True):
+        self.name = "" if cache is None else type(cache).__name__
+        self._report: LayerReport | None = None
+        self._nbytes = 0
+        self._cache = cache if not keep or cache is None else _reference(cache)
+        if isinstance(self._cache, weakref.ref):
+            # What was held is told from the instance's dictionary: the cache itself is gone by then.
+            weakref.finalize(cache, self._close, cache.__dict__).atexit = False
+
+    def _alive(self) -> Any:
+        return self._cache() if isinstance(self._cache, weakref.ref) else self._cache
+
+    def report(self) -> LayerReport | None:
+        """Of one of our caches, ``None`` if there never was one."""
+        cache = self._alive()
+        return cache.report() if isinstance(cache, PackedKVCache) else self._report
+
+    def nbytes(self) -> int:
+        """Bytes of a native cache's arrays; mlx-lm's own ``nbytes`` raises while some of them are empty."""
+        cache = self._alive()
+        return self._nbytes if cache is None else held_bytes(cache)
+
+    def _close(self, held: dict[str, Any]) -> None:
+        if self.name == "PackedKVCache":
+            self._report = describe(held["policy"], held["_history"], held["reads"], held["layer"])
+        else:
+            self._nbytes = held_bytes(held)
+
+
+def _reference(cache: Any) -> Any:
+    try:
+        return weakref.ref(cache)
+    except TypeError:  # a class with slots, of somebody else
+        return None
 
 
 def compress(
@@ -253,7 +322,7 @@ def compress(
         layers: Exceptions by layer index (negative ones count from the end): ``None`` leaves the layer's cache
             as the model makes it; a method's text form or a dict of keyword arguments replaces the default's.
         dense: Whether arrays that a cache returns have a lazy dense side: ``"lazy"`` always, ``"strict"`` never,
-            ``"auto"`` where a trial run of the model's graph shows that something other than attention reads them.
+            ``"auto"`` only where a trial run of the model's graph shows that something other than attention reads them.
 
     Returns:
         A handle with ``make_cache()``, ``report()`` and ``undo()``.
@@ -263,6 +332,10 @@ def compress(
         HostError: an mlx-lm that vq does not know.
     """
     check_version()
+    if not hasattr(model, "layers"):
+        raise SettingsError(
+            f"compress takes a model, the first of what mlx_lm.load returns; got {type(model).__name__}"
+        )
     if dense not in ("auto", "lazy", "strict"):
         raise SettingsError(f"dense must be auto, lazy or strict; got {dense!r}")
     policy = CachePolicy.make(
@@ -270,14 +343,18 @@ def compress(
         attention=attention, fallback=fallback, layers=layers,
     )  # fmt: skip
     earlier = getattr(getattr(model, "make_cache", None), _MARK, None)
-    if earlier is None:
+    if earlier is None or earlier.model is not model:
         return CompressedModel(model, policy, dense)
-    earlier.undo()
+    hook.install()  # stays across: a generation with the earlier caches may be under way
     try:
-        return CompressedModel(model, policy, dense)
-    except VQError:
-        earlier.redo()
-        raise
+        earlier.undo()
+        try:
+            return CompressedModel(model, policy, dense)
+        except BaseException:
+            earlier.redo()
+            raise
+    finally:
+        hook.uninstall()
 
 
 def _why_native(cache: Any) -> str:
@@ -292,24 +369,6 @@ def _why_native(cache: Any) -> str:
         inner = ", ".join(type(c).__name__ for c in getattr(cache, "caches", ()))
         return f"{name} of {inner}: several caches in one layer"
     return f"{name}: not a plain full-attention cache"
-
-
-def _native_bytes(cache: Any) -> int:
-    # mlx-lm's caches raise, or lack the attribute, while they are empty.
-    with contextlib.suppress(AttributeError, NotImplementedError, TypeError):
-        return int(cache.nbytes)
-    return 0
-
-
-def _reference(cache: Any) -> Any:
-    try:
-        return weakref.ref(cache)
-    except TypeError:
-        return lambda: None
-
-
-def _keep_report(state: dict[str, Any], last: list[LayerReport]) -> None:
-    last[:] = [describe(state["policy"], state["_history"], state["reads"], state["layer"])]
 
 
 @contextlib.contextmanager

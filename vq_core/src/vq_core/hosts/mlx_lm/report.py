@@ -7,6 +7,8 @@ from typing import Any
 import attrs
 
 from vq_core.cache.report import Bytes, LayerReport
+from vq_core.cache.shell import PackedKVCache
+from vq_core.plugins.binding import state_arrays
 
 
 @attrs.frozen
@@ -29,6 +31,17 @@ class LayerEntry:
     cache: str
     report: LayerReport | None = None
     native_bytes: int = 0
+
+
+def held_bytes(cache: Any) -> int:
+    """Bytes of all arrays of a cache, or of a cache's dictionary.
+
+    mlx-lm's own ``nbytes`` raises while some classes of caches are empty; ours leaves out what layers share.
+    """
+    if isinstance(cache, PackedKVCache):
+        return cache.nbytes
+    held = cache if isinstance(cache, dict) else getattr(cache, "__dict__", {})
+    return sum(array.nbytes for array in state_arrays(held))
 
 
 @attrs.frozen

@@ -1,0 +1,95 @@
+"""The kit over every method of the repository, and over three that an outsider wrote in at most 40 lines."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import vq_core
+from vq_core.testing import AttentionConformance, CodecConformance, MethodConformance, NumbersConformance, load_plugin
+
+METHODS = Path(__file__).parent.parent / "methods"
+REPOSITORY = METHODS.parent.parent
+
+
+def installed(name: str) -> bool:
+    return any(record.name == name and record.status == "ok" for record in vq_core.list_methods())
+
+
+needs_kivi = pytest.mark.skipif(not installed("kivi"), reason="vq-kivi is not installed")
+needs_example = pytest.mark.skipif(not installed("example"), reason="vq-example is not installed")
+
+
+class TestIdentity(MethodConformance):
+    method = "identity"
+    plugin = load_plugin(METHODS / "identity.py")
+
+
+class TestCentred(MethodConformance):
+    method = "centred"
+    plugin = load_plugin(METHODS / "centred.py")
+
+
+class TestPicky(MethodConformance):
+    method = "picky:artifact=here"
+    plugin = load_plugin(METHODS / "picky.py")
+
+
+@needs_kivi
+class TestSignSketchWithKivi(MethodConformance):
+    method = "sign_sketch:sketch=128"
+    variants = ("sign_sketch", "sign_sketch:sketch=64")
+    plugin = load_plugin(METHODS / "sign_sketch.py")
+    values = "kivi:bits=4"
+
+
+@needs_kivi
+class TestKivi(MethodConformance):
+    method = "kivi:bits=4,group_size=64"
+
+
+@needs_kivi
+class TestKiviOfAllWidths(CodecConformance, NumbersConformance, AttentionConformance):
+    """Codec, numbers and attention of every width; the cache is run with 2 bits by vq-kivi and with 4 above."""
+
+    method = "kivi:bits=3"
+    variants = tuple(f"kivi:bits={b},group_size={g}" for b, g in ((2, 32), (3, 64), (8, 32), (2, 128)))
+    ladder = tuple(f"kivi:bits={bits}" for bits in (2, 3, 4, 8))
+
+
+@needs_example
+class TestExample(MethodConformance):
+    method = "example:bits=2"
+
+
+def code_lines(path: Path) -> int:
+    """Lines of a file that hold code: no blank lines, comments, docstrings, imports or decorators."""
+    text = path.read_text()
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        prose = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        if prose or isinstance(node, ast.Import | ast.ImportFrom):
+            left_out |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+        left_out |= {mark.lineno for mark in getattr(node, "decorator_list", ())}
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = {n for t in tokens if t.type not in silent for n in range(t.start[0], t.end[0] + 1)}
+    return len(lines - left_out)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(METHODS / f"{name}.py" for name in ("identity", "sign_sketch", "centred")),
+        REPOSITORY / "plugins/vq_example/src/vq_example/method.py",
+    ],
+    ids=lambda path: path.stem,
+)
+def test_an_outsider_needs_forty_lines(path: Path) -> None:
+    assert code_lines(path) <= 40

@@ -1,0 +1,57 @@
+"""A method with every restriction that a method can declare, so that the kit's own refusals are tested."""
+
+import attrs
+import mlx.core as mx
+
+from vq_core.api import (
+    Capabilities,
+    Field,
+    Layout,
+    MethodFacts,
+    SettingsError,
+    UnsupportedShapeError,
+    hookimpl,
+    setting,
+)
+
+HEAD_DIMS = (64, 128)
+
+
+@attrs.frozen
+class Settings:
+    artifact: str = setting("", help="what calibration made")
+
+
+@hookimpl
+def vq_method():
+    capabilities = Capabilities(head_dims=HEAD_DIMS, exact=True, trimmable=False, needs_calibration=True)
+    return MethodFacts("picky", "restricted in every way", Settings, sides=("values",), capabilities=capabilities)
+
+
+@hookimpl
+def vq_prepare(ctx, settings):
+    if not settings.artifact:
+        raise SettingsError("picky needs an artifact: give artifact=PATH")
+    if ctx.head_dim not in HEAD_DIMS:
+        raise UnsupportedShapeError(f"picky: head size {ctx.head_dim}; accepted are 64 and 128")
+    return ctx
+
+
+@hookimpl
+def vq_layout(ctx):
+    return Layout(block=16, page=64, fields=(Field("x", ctx.dtype, (ctx.head_dim, 64), axis=1, codes=True),))
+
+
+@hookimpl
+def vq_encode(x):
+    return x.swapaxes(-1, -2)
+
+
+@hookimpl
+def vq_pack(codes):
+    return {"x": codes}
+
+
+@hookimpl
+def vq_decode(packed):
+    return packed["x"].swapaxes(-1, -2).astype(mx.float32)
