@@ -203,7 +203,18 @@ class KiviKeys:
 
     def scores(self, queries: mx.array, tile: Mapping[str, mx.array]) -> mx.array:
         """(N, H, M, page)."""
-        return _matmul(self.state, queries, tile)
+        pages, heads = tile["codes"].shape[:2]
+        if queries.shape[0] == pages or mx.default_device() != mx.cpu:
+            return _matmul(self.state, queries, tile)
+        # On the CPU quantized_matmul copies the queries for every page, as much memory as the scores take. The
+        # gathering product computes the same, bit for bit, and reads them where they lie.
+        page = mx.arange(pages * heads, dtype=mx.uint32).reshape(pages, heads)
+        codes, scale, zero = (tile[name].flatten(0, 1) for name in ("codes", "scale", "zero"))
+        return mx.gather_qmm(
+            queries.flatten(0, 1), codes, scale.astype(queries.dtype), zero.astype(queries.dtype),
+            lhs_indices=page % heads, rhs_indices=page, transpose=False,
+            group_size=self.state.group_size, bits=self.state.bits,
+        )  # fmt: skip
 
 
 @attrs.frozen(eq=False)
