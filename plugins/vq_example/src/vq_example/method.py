@@ -25,8 +25,6 @@ from vq_core.codec.bits import pack_bits, unpack_bits
 from vq_core.codec.codebook import boundaries, count_below, gaussian_centroids
 from vq_core.codec.rotation import random_orthogonal
 
-SUMMARY = "random rotation, Lloyd-Max codes of 1 to 4 bits, one scale a token"
-
 
 @attrs.frozen
 class Settings:
@@ -75,7 +73,7 @@ def vq_method() -> MethodFacts:
     """Facts."""
     # The table's squared error on N(0, 1) with 5% to spare.
     can = Capabilities(scale_equivariant=True, gaussian_error=lambda s, d: (0.382, 0.124, 0.0364, 0.01)[s.bits - 1])
-    return MethodFacts("example", SUMMARY, Settings, paper="arXiv 2504.19874", capabilities=can)
+    return MethodFacts("example", "rotation, codebook, one scale", Settings, paper="arXiv 2504.19874", capabilities=can)
 
 
 @hookimpl

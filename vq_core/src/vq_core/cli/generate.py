@@ -38,7 +38,7 @@ def generate(
     from vq_core.cache.policy import CachePolicy
     from vq_core.cli.methods import records
     from vq_core.errors import SettingsError
-    from vq_core.hosts.mlx_lm import check_version, compress
+    from vq_core.hosts.mlx_lm import check_version, compressed
     from vq_core.hosts.mlx_lm.generate import load, stream
 
     check_version()
@@ -56,14 +56,14 @@ def generate(
     # What other libraries print while they load and run must not get between the pieces of text, or into the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         loaded, tokenizer = load(model)
-        handle = compress(loaded, **options)
-        for piece, latest in stream(
-            loaded, tokenizer, text, handle=handle, max_tokens=max_tokens, temperature=temp, seed=seed
-        ):
-            run = latest
-            if not as_json:
-                out.write(piece)
-                out.flush()
+        with compressed(loaded, **options) as handle:
+            for piece, latest in stream(
+                loaded, tokenizer, text, handle=handle, max_tokens=max_tokens, temperature=temp, seed=seed
+            ):
+                run = latest
+                if not as_json:
+                    out.write(piece)
+                    out.flush()
     assert run is not None and run.report is not None
     if as_json:
         typer.echo(json.dumps(_facts(run), indent=2))
