@@ -556,3 +556,16 @@ def test_a_layer_that_the_model_never_updates(compress: Any, generate: Any) -> N
     generate(model, prompt(40), steps=5)
     last = handle.report().layers[2]
     assert (last.status, last.reason) == ("native", "the model never updates this layer's cache")
+
+
+def test_a_model_whose_dtype_changes_after_compress(compress: Callable[..., Any]) -> None:
+    """The trial run has bound the methods to the dtype of then; an empty cache binds again."""
+    model = build("llama")
+    compress(model, residual=8)
+    model.set_dtype(mx.float16)
+    cache = model.make_cache()[0]
+    x = mx.ones((1, cache._shape()[1], 20, cache._shape()[2]), mx.float16)
+    cache.update_and_fetch(x, x)
+    assert cache.decode()[0].dtype == mx.float16
+    with pytest.raises(UnsupportedShapeError, match="dtype float16 -> float32"):
+        cache.update_and_fetch(x.astype(mx.float32), x.astype(mx.float32))

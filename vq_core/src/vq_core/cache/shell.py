@@ -125,15 +125,15 @@ class PackedKVCache:
             UnsupportedShapeError: shapes or dtypes that do not fit each other or the cache; nothing has changed.
         """
         self._check(keys, values)
-        if self._history is None:
+        if self._history is None or (not self._offset and self._shape() != _shape_of(keys, values)):
+            # Not bound yet, or bound ahead of the first token to what the layer has turned out not to be.
+            self._history = None
             self.prepare_for(
                 kv_heads=keys.shape[1], key_dim=keys.shape[3], value_dim=values.shape[3],
                 dtype=keys.dtype, rows=keys.shape[0],
             )  # fmt: skip
         history = self._history
         assert history is not None
-        if history.rows != keys.shape[0]:  # bound ahead of the first token, for another number of rows
-            history = self._history = history._empty(keys.shape[0])
         view = history.update(keys, values)
         self._offset += keys.shape[2]
         self.reads.updates += 1
@@ -150,16 +150,18 @@ class PackedKVCache:
             )
         if keys.dtype != values.dtype:
             raise UnsupportedShapeError(f"keys are {keys.dtype}, values {values.dtype}: they must agree")
-        if self._history is None:
-            return
-        ctx = self._history.bound["keys"].ctx
-        rows = self._history.rows if self._offset else keys.shape[0]
-        had = (rows, ctx.kv_heads, ctx.key_dim, ctx.value_dim, ctx.dtype)
-        now = (*keys.shape[:2], keys.shape[3], values.shape[3], str(keys.dtype).removeprefix("mlx.core."))
-        if had != now:
+        had, now = self._shape(), _shape_of(keys, values)
+        if self._offset and had != now:
             names = ("B", "H", "D of the keys", "D of the values", "dtype")
             changed = ", ".join(f"{n} {a} -> {b}" for n, a, b in zip(names, had, now, strict=True) if a != b)
             raise UnsupportedShapeError(f"the cache holds another shape: {changed}; start a new cache for a new shape")
+
+    def _shape(self) -> tuple[Any, ...]:
+        """B, H, D of the keys, D of the values and dtype that the cache is bound to; empty if it is not."""
+        if self._history is None:
+            return ()
+        ctx = self._history.bound["keys"].ctx
+        return (self._history.rows, ctx.kv_heads, ctx.key_dim, ctx.value_dim, ctx.dtype)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """All tokens, tagged, without adding any; what models that share a layer's cache read."""
@@ -334,3 +336,7 @@ class PackedKVCache:
     def report(self) -> LayerReport:
         """What is held, where and how; see :class:`~vq_core.cache.report.LayerReport`."""
         return describe(self.policy, self._history, self.reads, self.layer)
+
+
+def _shape_of(keys: mx.array, values: mx.array) -> tuple[Any, ...]:
+    return (*keys.shape[:2], keys.shape[3], values.shape[3], str(keys.dtype).removeprefix("mlx.core."))
