@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import mlx.core as mx
 
-from vq_core.cache.store import Pages
+from vq_core.attention.pages import Pages
 from vq_core.plugins.binding import BoundSide
 
 TILE_TOKENS = 1024

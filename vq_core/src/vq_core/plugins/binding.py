@@ -19,8 +19,8 @@ import pluggy
 
 from vq_core.api.facts import PrepareContext
 from vq_core.api.layout import Layout
-from vq_core.cache.policy import SideChoice, choose
 from vq_core.errors import PluginError, VQError
+from vq_core.plugins.choice import SideChoice, choose
 from vq_core.plugins.loader import make_manager
 from vq_core.plugins.records import MethodRecord
 from vq_core.plugins.registry import resolve
@@ -270,14 +270,14 @@ def _probe_input(ctx: PrepareContext, layout: Layout) -> mx.array:
     return mx.array(x).astype(getattr(mx, ctx.dtype))
 
 
-def state_arrays(state: Any) -> list[mx.array]:
-    """All MLX arrays reachable from a prepared state, each once."""
+def state_arrays(state: Any, leave: tuple[type, ...] = ()) -> list[mx.array]:
+    """All MLX arrays reachable from an object, each once; objects of the classes ``leave`` are not entered."""
     found: dict[int, mx.array] = {}
     seen: set[int] = set()
     todo = [state]
     while todo:
         item = todo.pop()
-        if id(item) in seen:
+        if id(item) in seen or isinstance(item, leave):
             continue
         seen.add(id(item))
         if isinstance(item, mx.array):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
-from typing import Any
 
-import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from vq_core.attention.pages import Pages
 from vq_core.cache.shell import PackedKVCache
-from vq_core.cache.store import Pages
 from vq_core.plugins.binding import BoundSide, state_arrays
 from vq_core.testing.kit import Kit, feed
 from vq_core.testing.observe import gaussian
@@ -122,22 +119,4 @@ def reachable(cache: PackedKVCache) -> list[mx.array]:
 
     The methods' shared constants are apart; readings of the pages share the pages' memory.
     """
-    found: dict[int, mx.array] = {}
-    seen: set[int] = set()
-    todo: list[Any] = [cache]
-    while todo:
-        item = todo.pop()
-        if id(item) in seen or isinstance(item, BoundSide | Pages | type):
-            continue
-        seen.add(id(item))
-        if isinstance(item, mx.array):
-            found[id(item)] = item
-        elif isinstance(item, Mapping):
-            todo.extend(item.values())
-        elif isinstance(item, list | tuple | set | frozenset):
-            todo.extend(item)
-        else:
-            todo.extend(vars(item).values() if hasattr(item, "__dict__") else ())
-            if attrs.has(type(item)):
-                todo.extend(getattr(item, f.name, None) for f in attrs.fields(type(item)))
-    return list(found.values())
+    return state_arrays(cache, leave=(BoundSide, Pages))
