@@ -362,7 +362,8 @@ def test_no_attribute_leads_mlx_lm_astray(model: Any, compress: Any) -> None:
     for fresh in (cache, PackedKVCache(method="kivi:bits=4"), copy.deepcopy(cache)):
         for thing in (fresh, *fresh.update_and_fetch(x, x), *fresh.keys_and_values()):
             assert not hasattr(thing, "bits") and not hasattr(thing, "to_quantized")
-    assert not hasattr(host, PackedKVCache.__name__)  # case 23
+    found = getattr(host, PackedKVCache.__name__)
+    assert found is PackedKVCache  # case 23: registered under its own name, which is no name of mlx-lm's
     assert bool(cache) and not hasattr(cache, "__len__")
 
 
@@ -569,3 +570,49 @@ def test_a_model_whose_dtype_changes_after_compress(compress: Callable[..., Any]
     assert cache.decode()[0].dtype == mx.float16
     with pytest.raises(UnsupportedShapeError, match="dtype float16 -> float32"):
         cache.update_and_fetch(x.astype(mx.float32), x.astype(mx.float32))
+
+
+def test_saved_by_mlx_lm_and_loaded(compress: Callable[..., Any], generate: Any, tmp_path: Any) -> None:
+    """Cases 23 and 25: mlx-lm finds our class, and what is loaded goes on as what was saved."""
+    from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+    model = build("llama")
+    compress(model, "kivi:bits=4", residual=8, sink_tokens=4)
+    caches = make_prompt_cache(model)
+    tokens = mx.arange(90)[None] % 50
+    mx.eval(model(tokens, cache=caches))
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), caches)
+    loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    assert [c.offset for c in loaded] == [90] * len(caches)
+    for token in range(5):
+        a, b = (model(mx.array([[token]]), cache=c) for c in (caches, loaded))
+        assert mx.array_equal(a, b)
+
+
+def test_a_path_that_depends_on_the_chunk(compress: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that touches the keys of long chunks alone must not be given tags without a dense side."""
+    from mlx_lm.models import llama
+
+    stock = llama.scaled_dot_product_attention
+
+    def touching(q: Any, k: Any, v: Any, cache: Any, scale: float, mask: Any, sinks: Any = None) -> Any:
+        if q.shape[2] > 8:
+            k = mx.concatenate([k], axis=2)
+        return stock(q, k, v, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", touching)
+    model = build("llama")
+    want = model(prompt(30)[None], cache=make_prompt_cache(model))
+    compress(model, residual=8)
+    got = model(prompt(30)[None], cache=model.make_cache())
+    assert mx.allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", (2.5, True, "3", -1))
+def test_trim_of_what_is_no_count(n: Any) -> None:
+    cache = PackedKVCache(method="kivi:bits=4")
+    x = mx.ones((1, 2, 300, 32))
+    cache.update_and_fetch(x, x)
+    with pytest.raises(SettingsError, match="whole number"):
+        cache.trim(n)
+    assert cache.offset == 300 and cache.report().tokens == 300

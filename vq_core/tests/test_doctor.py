@@ -17,6 +17,12 @@ def test_supported_versions(version: str, supported: bool) -> None:
     assert supported_mlx_lm(version) is supported
 
 
+def test_the_host_speaks_the_same_range() -> None:
+    from vq_core.hosts.mlx_lm.versions import BELOW, OLDEST
+
+    assert tuple(bound[:2] for bound in MLX_LM_SUPPORTED) == (OLDEST, BELOW)
+
+
 def test_the_range_is_the_requirement() -> None:
     requirement = next(line for line in requires("vq-core") or [] if line.startswith("mlx-lm"))
     low, high = MLX_LM_SUPPORTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from vq_core import PackedKVCache
 from vq_core.cache.history import History, frontier
+from vq_core.errors import PluginError
 
 Make = Callable[..., PackedKVCache]
 
@@ -217,9 +219,9 @@ def test_a_failing_method_leaves_the_cache_as_it_was(install: Any, hooks: Any, n
     cache.update_and_fetch(x[:, :, :12], y[:, :, :12])
     for begin, end in ((12, 29), (29, 60)):
         before = snapshot(cache)
-        for error in (KeyboardInterrupt, ValueError):
+        for error, seen in ((KeyboardInterrupt, KeyboardInterrupt), (ValueError, PluginError)):
             fail[:] = [error]
-            with pytest.raises(error):
+            with pytest.raises(seen):
                 cache.update_and_fetch(x[:, :, begin:end], y[:, :, begin:end])
             assert snapshot(cache) == before
         fail.clear()
@@ -279,3 +281,50 @@ def test_random_operations_on_rows(echo: Make, normal: Any, block: int) -> None:
         for got, want in zip(keys, rows, strict=True):
             np.testing.assert_array_equal(got[:, got.shape[1] - want.shape[1] :], want)
             assert not got[:, : got.shape[1] - want.shape[1]].any()
+
+
+@pytest.mark.parametrize("call", ("flush", "one", "short trim", "deep trim"))
+def test_interrupted_at_any_line(echo: Any, normal: Any, snapshot: Any, call: str) -> None:
+    """A KeyboardInterrupt can come at any line: either nothing has happened, or all of it."""
+    x = normal(1, 2, 80, 4)
+
+    def made() -> PackedKVCache:
+        cache: PackedKVCache = echo(block=8, page=32, residual=8, sink_tokens=2)
+        cache.update_and_fetch(x[:, :, :50], x[:, :, :50])
+        return cache
+
+    def act(cache: PackedKVCache) -> None:
+        if call.endswith("trim"):
+            cache.trim(3 if call == "short trim" else 30)
+        else:
+            end = 80 if call == "flush" else 51
+            cache.update_and_fetch(x[:, :, 50:end], x[:, :, 50:end])
+
+    before, done = made(), made()
+    act(done)
+    accepted = (snapshot(before), snapshot(done))
+    seen = set()
+    for point in range(0, 2000, 7):
+        cache, left = made(), [point]
+
+        def tracer(frame: Any, event: str, arg: Any, left: list[int] = left) -> Any:
+            if "vq_core" in frame.f_code.co_filename and event == "line":
+                left[0] -= 1
+                if left[0] < 0:
+                    raise KeyboardInterrupt
+            return tracer
+
+        sys.settrace(tracer)
+        try:
+            act(cache)
+            finished = True
+        except KeyboardInterrupt:
+            finished = False
+        finally:
+            sys.settrace(None)
+        assert snapshot(cache) in accepted, point
+        assert cache.offset == max(cache._history.lengths)  # type: ignore[union-attr]
+        seen.add(finished)
+        if finished:
+            break
+    assert seen == {True, False}

@@ -5,9 +5,11 @@ entry point's name is the method's name.  It implements the hooks below with :da
 An implementation may take fewer arguments than its specification, never others.
 
 **Notation.** B sequences (rows), H KV heads, n or S tokens, D the head size of the side at hand.  Arrays are
-MLX arrays, lazy: a hook must not evaluate on the hot path, and must not keep an array it was given.  Hooks
-called per token (``vq_start``, ``vq_encode``, ``vq_pack``, ``vq_decode`` and the objects of ``vq_attend``) are
-bound once, when a cache is built, and then called as plain functions: wrappers are not allowed on them.
+MLX arrays, lazy: a hook must not evaluate on the hot path, and must not keep an array it was given.  One
+exception: where only the data can say that a field needs its wide dtype, ``vq_encode`` may look at it, once a
+flush.  Hooks called per token (``vq_start``, ``vq_encode``, ``vq_pack``, ``vq_decode`` and the objects of
+``vq_attend``) are bound once, when a cache is built, and then called as plain functions: wrappers are not allowed
+on them.
 
 **Who owns what.** The shell owns the stored arrays and decides when tokens are flushed.  The method owns the
 mathematics.  The core owns softmax, masks, grouped queries, the exact window and the model's attention sinks.

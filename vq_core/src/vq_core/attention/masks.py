@@ -78,10 +78,17 @@ def read_mask(mask: mx.array | str | None, view: CacheView, query_heads: int, qu
                 f"a causal mask of {queries} queries needs as many tokens; the cache has {length}"
             )
         return Mask(None, True, queries, length)
+    if not isinstance(mask, mx.array):
+        raise UnsupportedShapeError(f"mask of type {type(mask).__name__}: accepted are None, 'causal' or an MLX array")
     heads, repeats = view.heads, query_heads // view.heads
     shape = {2: (1, 1, *mask.shape), 3: (mask.shape[0], 1, *mask.shape[1:])}.get(mask.ndim, mask.shape)
     wanted = (view.rows, query_heads, queries, length)
-    if len(shape) != 4 or shape[3] != length or any(n not in (1, w) for n, w in zip(shape, wanted, strict=True)):
+    if (
+        len(shape) != 4
+        or mask.ndim < 2
+        or shape[3] != length
+        or any(n not in (1, w) for n, w in zip(shape, wanted, strict=True))
+    ):
         raise UnsupportedShapeError(
             f"mask of shape {mask.shape}: the cache holds {length} tokens, so the mask must be broadcastable to "
             f"(B, H_q, L, T) = {wanted} with all {length} columns"

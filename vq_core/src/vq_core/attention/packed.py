@@ -82,6 +82,8 @@ def _as_stock(view: CacheView, mask: Mask, sinks: mx.array | None) -> bool:
 def _check(view: CacheView, queries: mx.array, sinks: mx.array | None) -> None:
     if view.length == 0:
         raise CacheStateError("attention on an empty cache: call update_and_fetch first")
+    if not isinstance(queries, mx.array):
+        raise UnsupportedShapeError(f"queries must be an MLX array (B, H_q, L, D), got {type(queries).__name__}")
     dim = view.keys.bound.ctx.key_dim
     if queries.ndim != 4 or queries.shape[0] != view.rows or queries.shape[3] != dim or queries.shape[2] < 1:
         raise UnsupportedShapeError(

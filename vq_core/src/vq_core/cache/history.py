@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -83,8 +84,7 @@ class History:
             for n, g, t in zip(self.packed, goal, before, strict=True)
         ]
         packing = [g - n for g, n in zip(goal, self.packed, strict=True)]
-        # On a draft: if a method fails, or somebody interrupts it, between the sides, nothing has happened.
-        draft = self.copy()
+        draft = self.copy()  # the stores that drafts share are not written to
         taken = draft._flush(joined, counts, goal)
         window = draft.window
         window.counts = [n - t for n, t in zip(counts, taken, strict=True)]
@@ -210,6 +210,12 @@ class History:
         new = self._empty(sum(h.rows for h in everyone))
         new.window = Window.join([h.window for h in everyone])
         new.stores = {side: PageStore.join([h.stores[side] for h in everyone]) for side in self.stores}
+        return new
+
+    def draft(self) -> History:
+        """A history to update or trim, which leaves this one as it is: both share all that does not change."""
+        new = copy.copy(self)
+        new.window, new.stores = self.window.copy(), dict(self.stores)
         return new
 
     def copy(self) -> History:

@@ -61,12 +61,12 @@ class LayerPolicy:
             SettingsError: contradicting or missing methods, or a value that is not accepted.
         """
         if method is not None and (keys is not None or values is not None):
-            raise SettingsError("give either method= (both sides) or keys= and values=, not both")
+            raise SettingsError("give either method (both sides) or keys and values, not both")
         names = {"keys": keys or method, "values": values or method}
         missing = [side for side in SIDES if not names[side]]
         if missing:
             raise SettingsError(
-                f"no method for the {' and '.join(missing)}: give method='kivi:bits=4', or keys= and values="
+                f"no method for the {' and '.join(missing)}: give method (such as kivi:bits=4), or both keys and values"
             )
         chosen = {side: choose(names[side] or "", side) for side in SIDES}
         return cls(chosen["keys"], chosen["values"], **rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,7 +84,6 @@ class PackedKVCache:
         self.policy = policy
         self.layer, self._rope, self._model, self._strict = layer, rope, model, strict
         self._history: History | None = None
-        self._offset = 0
         self.reads = ReadCount()
 
     # ---- growing and reading
@@ -97,6 +97,9 @@ class PackedKVCache:
         """
         if self._history is not None:
             raise CacheStateError("the cache is bound already")
+        self._history = self._bind(kv_heads, key_dim, value_dim, dtype, rows)
+
+    def _bind(self, kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, rows: int) -> History:
         name = str(dtype).removeprefix("mlx.core.")
         if name not in DTYPES:
             raise UnsupportedShapeError(f"keys and values of {name}: accepted are {', '.join(DTYPES)}")
@@ -108,7 +111,7 @@ class PackedKVCache:
                 layer=self.layer if facts and facts.per_layer else None, rope=self._rope, model=self._model,
             )  # fmt: skip
             sides.append(bind(choice, ctx, self.policy.fallback))
-        self._history = History(sides[0], sides[1], self.policy.residual, self.policy.sink_tokens, rows)
+        return History(sides[0], sides[1], self.policy.residual, self.policy.sink_tokens, rows)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append tokens and return all of them, tagged so that attention finds the packed codes.
@@ -125,21 +128,21 @@ class PackedKVCache:
             UnsupportedShapeError: shapes or dtypes that do not fit each other or the cache; nothing has changed.
         """
         self._check(keys, values)
-        if self._history is None or (not self._offset and self._shape() != _shape_of(keys, values)):
-            # Not bound yet, or bound ahead of the first token to what the layer has turned out not to be.
-            self._history = None
-            self.prepare_for(
-                kv_heads=keys.shape[1], key_dim=keys.shape[3], value_dim=values.shape[3],
-                dtype=keys.dtype, rows=keys.shape[0],
-            )  # fmt: skip
         history = self._history
-        assert history is not None
-        view = history.update(keys, values)
-        self._offset += keys.shape[2]
+        if history is None or (self.empty() and self._shape() != _shape_of(keys, values)):
+            # Not bound yet, or bound ahead of the first token to what the layer has turned out not to be.
+            history = self._bind(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.shape[0])
+        # All on a draft and one assignment: what fails or is interrupted has not happened.
+        draft = history.draft()
+        tags = tag(draft.update(keys, values), self.policy.attention, self.reads, self._strict)
+        self._history = draft
         self.reads.updates += 1
-        return tag(view, self.policy.attention, self.reads, self._strict)
+        return tags
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
+        for name, x in (("keys", keys), ("values", values)):
+            if not isinstance(x, mx.array):
+                raise UnsupportedShapeError(f"{name} must be an MLX array (B, H, L, D), got {type(x).__name__}")
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
             raise UnsupportedShapeError(
                 f"keys {keys.shape} and values {values.shape} must be (B, H, L, D) with the same B, H and L"
@@ -151,7 +154,7 @@ class PackedKVCache:
         if keys.dtype != values.dtype:
             raise UnsupportedShapeError(f"keys are {keys.dtype}, values {values.dtype}: they must agree")
         had, now = self._shape(), _shape_of(keys, values)
-        if self._offset and had != now:
+        if not self.empty() and had != now:
             names = ("B", "H", "D of the keys", "D of the values", "dtype")
             changed = ", ".join(f"{n} {a} -> {b}" for n, a, b in zip(names, had, now, strict=True) if a != b)
             raise UnsupportedShapeError(f"the cache holds another shape: {changed}; start a new cache for a new shape")
@@ -192,7 +195,7 @@ class PackedKVCache:
         return attend(self._view(), queries, scale=scale, mask=mask, sinks=sinks, tier=tier)
 
     def _view(self) -> CacheView:
-        if self._history is None or not self._offset:
+        if self._history is None or self.empty():
             raise CacheStateError("the cache is empty: call update_and_fetch first")
         return self._history.view()
 
@@ -201,15 +204,15 @@ class PackedKVCache:
     @property
     def offset(self) -> int:
         """Tokens of the longest row; the rotary position of the next token of an even batch."""
-        return self._offset
+        return 0 if self._history is None else max(self._history.lengths)
 
     def size(self) -> int:
         """Tokens held."""
-        return self._offset
+        return self.offset
 
     def empty(self) -> bool:
         """Whether no token is held."""
-        return not self._offset
+        return not self.offset
 
     @property
     def nbytes(self) -> int:
@@ -230,9 +233,9 @@ class PackedKVCache:
             SettingsError: a negative count.
             CacheStateError: the cut reaches packed tokens of a method that cannot be trimmed.
         """
-        if n < 0:
-            raise SettingsError(f"trim({n}): the count must be 0 or more")
-        if self._history is None or not self._offset:
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise SettingsError(f"trim({n!r}): the count must be a whole number of tokens, 0 or more")
+        if self._history is None or self.empty():
             return 0
         n = min(n, min(self._history.lengths))
         if n and not self.is_trimmable() and n > min(self._history.window.counts):
@@ -241,16 +244,17 @@ class PackedKVCache:
                 f"{min(self._history.window.counts)} can be dropped"
             )
         if n:
-            self._history.trim(n)
-            self._offset -= n
+            draft = self._history.draft()
+            draft.trim(n)
+            self._history = draft
         return n
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The causal mask of N new tokens, as mlx-lm's caches make it."""
         if window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
-        rows = mx.arange(self._offset, self._offset + N)[:, None]
-        columns = mx.arange(self._offset + N)[None]
+        rows = mx.arange(self.offset, self.offset + N)[:, None]
+        columns = mx.arange(self.offset + N)[None]
         mask = rows >= columns
         return mask if window_size is None else mask & (rows < columns + window_size)
 
@@ -286,7 +290,6 @@ class PackedKVCache:
         new = type(self).__new__(type(self))
         new._setup(self.policy, self.layer, self._rope, self._model, self._strict)
         new._history = None if self._history is None else self._history.copy()
-        new._offset = self._offset
         return new
 
     # ---- rows of a batch
@@ -299,37 +302,42 @@ class PackedKVCache:
             SettingsError: caches of different policies or shapes, or none at all.
         """
         caches = list(caches)
-        if not caches:
-            raise SettingsError("join needs at least one cache")
+        if not caches or not all(isinstance(c, PackedKVCache) for c in caches):
+            raise SettingsError("join needs a list of at least one PackedKVCache, and nothing else")
         if any(c.policy != caches[0].policy for c in caches):
             raise SettingsError("join needs caches of one policy; these differ in method or settings")
         new = caches[0].__deepcopy__({})
         held = [c._history for c in caches]
         if all(h is None for h in held):
             return new
-        if any(h is None or not c._offset for h, c in zip(held, caches, strict=True)):
+        if any(c.empty() for c in caches):
             raise CacheStateError("join: an empty cache has no shape to join; leave it out")
         histories = [h for h in held if h is not None]
-        if len({h.bound["keys"].ctx for h in histories}) > 1:
-            raise SettingsError("join needs caches of one shape and dtype")
+        if len({(h.bound["keys"].ctx, h.bound["values"].ctx) for h in histories}) > 1:
+            raise SettingsError(
+                "join needs caches of one shape and dtype (and of one layer, if a method differs by layer)"
+            )
         new._history = histories[0].join(histories[1:])
-        new._offset = max(new._history.lengths)
         return new
 
     def select(self, rows: Sequence[int]) -> PackedKVCache:
         """A cache of its own with some rows, in the order given."""
-        view_rows = 0 if self._history is None else self._history.rows
-        if not rows or any(not 0 <= r < view_rows for r in rows):
-            raise SettingsError(f"select({list(rows)}): the cache has rows 0 to {view_rows - 1}")
+        if self._history is None or self.empty():
+            raise CacheStateError("select: the cache is empty, it has no rows")
+        try:
+            rows = [operator.index(r) for r in rows]
+        except TypeError:
+            raise SettingsError(f"select({rows!r}): give a list of row numbers") from None
+        if not rows or any(not 0 <= r < self._history.rows for r in rows):
+            raise SettingsError(f"select({rows}): the cache has rows 0 to {self._history.rows - 1}")
         new = self.__deepcopy__({})
         assert self._history is not None
         new._history = self._history.select(rows)
-        new._offset = max(new._history.lengths)
         return new
 
     def split(self) -> list[PackedKVCache]:
         """One cache a row."""
-        return [self.select([row]) for row in range(0 if self._history is None else self._history.rows)]
+        return [self.select([row]) for row in range(0 if self.empty() else self._history.rows)]  # type: ignore[union-attr]
 
     # ---- telling
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 STATE_VERSION = 1
 WINDOW = ("keys", "values", "sink_keys", "sink_values")
+COUNTS = ("counts", "approximate", "sinks")
 
 
 def dump(cache: PackedKVCache) -> list[Any]:
@@ -73,6 +74,8 @@ def restore(cache: PackedKVCache, state: Sequence[Any]) -> None:
     header = json.loads(text)
     if not isinstance(header, dict) or header.get("vq") != STATE_VERSION:
         raise FormatError(f"cache state of version {header.get('vq')!r}; this vq-core reads version {STATE_VERSION}")
+    if not isinstance(header["layer"], int | None):
+        raise FormatError(f"layer {header['layer']!r} is no index")
     rope = header["rope"] and Rope(**header["rope"])
     cache._setup(LayerPolicy.make(**header["policy"]), header["layer"], rope, header["model"])
     if "shape" not in header:
@@ -90,8 +93,8 @@ def restore(cache: PackedKVCache, state: Sequence[Any]) -> None:
                 f"{bound.record.distribution} {bound.record.version}"
             )
     held = dict(zip(header["arrays"], arrays, strict=True))
-    for name, value in header["window"].items():
-        setattr(history.window, name, value)
+    for name in COUNTS:
+        setattr(history.window, name, header["window"][name])
     for name in WINDOW:
         setattr(history.window, name, held.pop(f"window.{name}", None))
     for side, store in history.stores.items():
@@ -109,7 +112,6 @@ def restore(cache: PackedKVCache, state: Sequence[Any]) -> None:
     _check_window(history)
     for side, store in history.stores.items():
         _check_store(side, store, history)
-    cache._offset = max(history.lengths)
 
 
 def _check_window(history: History) -> None:
@@ -117,6 +119,11 @@ def _check_window(history: History) -> None:
     rows = len(history.stores["keys"].tokens)
     if not len(window.counts) == len(window.approximate) == len(window.sinks) == rows:
         raise FormatError(f"the window's counts must have one number for each of {rows} rows")
+    for approximate, count in zip(window.approximate, window.counts, strict=True):
+        if not 0 <= approximate <= count:
+            raise FormatError(f"{approximate} approximate tokens in a window of {count}")
+    if any(n not in (0, history.sinks) for n in window.sinks):
+        raise FormatError(f"{window.sinks} sink tokens; a row has none or {history.sinks}")
     for name, counts, dim in (
         ("keys", window.counts, ctx.key_dim), ("values", window.counts, ctx.value_dim),
         ("sink_keys", window.sinks, ctx.key_dim), ("sink_values", window.sinks, ctx.value_dim),

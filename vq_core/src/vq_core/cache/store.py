@@ -77,14 +77,19 @@ class PageStore:
         return sum(map(len, self.owned))
 
     def arrays(self) -> list[mx.array]:
-        """Every array held, spare capacity included."""
-        return [*self.paged.values(), *self.sequence.values()]
+        """Every array held, spare capacity included, and the page tables that attention on a batch uses."""
+        return [*self.paged.values(), *self.sequence.values(), *self._tables()]
+
+    def _tables(self) -> list[mx.array]:
+        views = self._views.values()
+        return [a for v in views for a in (v.row, v.table, v.held, v.place) if a is not None]
 
     def nbytes(self, codes: bool | None = None) -> int:
         """Bytes held, spare capacity included; of codes or of metadata only where asked."""
         kinds = {f.name: f.codes for f in self.layout.fields}
         held = [*self.paged.items(), *self.sequence.items()]
-        return sum(a.nbytes for name, a in held if codes is None or kinds[name] == codes)
+        tables = 0 if codes else sum(a.nbytes for a in self._tables())
+        return tables + sum(a.nbytes for name, a in held if codes is None or kinds[name] == codes)
 
     def spare_bytes(self, codes: bool | None = None) -> int:
         """Bytes of capacity that no token uses; of codes or of metadata only where asked."""

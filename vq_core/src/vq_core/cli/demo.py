@@ -21,7 +21,9 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="The figures as JSON.")] = False,
 ) -> None:
     """Run the model that ships with vq: the fp16 cache beside packed ones."""
-    from vq_core.cli.methods import records
+    from vq_core.cli.methods import need_mlx, records
+
+    need_mlx()
     from vq_core.demo.show import METHODS, run_demo
 
     records()

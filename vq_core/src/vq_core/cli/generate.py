@@ -35,8 +35,10 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="The text and the report as JSON.")] = False,
 ) -> None:
     """Generate text with a packed cache, then say what it held."""
+    from vq_core.cli.methods import need_mlx, records
+
+    need_mlx()
     from vq_core.cache.policy import CachePolicy
-    from vq_core.cli.methods import records
     from vq_core.errors import SettingsError
     from vq_core.hosts.mlx_lm import check_version, compressed
     from vq_core.hosts.mlx_lm.generate import load, stream

@@ -28,6 +28,17 @@ def records() -> list[MethodRecord]:
         return list_methods()
 
 
+def need_mlx() -> None:
+    """Raise one typed error where MLX cannot be imported, before a module that imports it at its top is loaded."""
+    from vq_core.errors import HostError
+    from vq_core.plugins.diagnose import headline, mlx_install_line
+
+    try:
+        import mlx.core  # noqa: F401
+    except ImportError as error:
+        raise HostError(f"this command needs MLX ({headline(error)}): {mlx_install_line()}") from error
+
+
 def list_methods(
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 if any method cannot be used.")] = False,

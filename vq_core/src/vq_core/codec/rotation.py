@@ -7,7 +7,6 @@ stays the user's.  ``mx.hadamard_transform`` is not used: on sizes it cannot do 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -29,22 +28,17 @@ def random_orthogonal(dim: int, seed: int | Sequence[int] = 0) -> mx.array:
         seed: Seed, or several numbers that together are one.
 
     Returns:
-        (D, D) float32; ``x @ P.T`` rotates rows x, ``y @ P`` undoes it.  Equal calls share one array: do not
-        write into it.
+        (D, D) float32; ``x @ P.T`` rotates rows x, ``y @ P`` undoes it.
 
     Raises:
         UnsupportedShapeError: a size below 1.
     """
     if dim < 1:
         raise UnsupportedShapeError(f"a rotation of size {dim}: the head size must be at least 1")
-    return _orthogonal(dim, (seed,) if isinstance(seed, int) else tuple(seed))
-
-
-@lru_cache(maxsize=256)
-def _orthogonal(dim: int, seed: tuple[int, ...]) -> mx.array:
     import numpy as np  # here: listing methods imports their modules and should not pay for numpy
 
-    return mx.array(_haar(np.random.default_rng(seed).standard_normal((dim, dim))).astype(np.float32))
+    parts = (seed,) if isinstance(seed, int) else tuple(seed)
+    return mx.array(_haar(np.random.default_rng(parts).standard_normal((dim, dim))).astype(np.float32))
 
 
 def _haar(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

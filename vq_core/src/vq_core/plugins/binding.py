@@ -72,18 +72,25 @@ class BoundSide:
         """Fields of the sequence from the first block (B, H, block, D), checked against the layout."""
         if self._start is None:
             return {}
-        rows = self._start(state=self.state, x=x, positions=positions)
+        start = self._start
+        rows = _guarded(self.choice.label, "vq_start", lambda: start(state=self.state, x=x, positions=positions))
         return _checked(self.choice.label, self.layout, rows, x, paged=False)
 
     def pack(self, x: mx.array, positions: mx.array, sequence: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Encode and pack n tokens (B, H, n, D); rows of the paged fields, checked against the layout."""
-        codes = self._encode(state=self.state, x=x, positions=positions, sequence=sequence)
-        rows = self._pack(state=self.state, codes=codes)
+        name, state = self.choice.label, self.state
+        codes = _guarded(
+            name, "vq_encode", lambda: self._encode(state=state, x=x, positions=positions, sequence=sequence)
+        )
+        rows = _guarded(name, "vq_pack", lambda: self._pack(state=state, codes=codes))
         return _checked(self.choice.label, self.layout, rows, x, paged=True)
 
     def decode(self, packed: Mapping[str, mx.array], positions: mx.array | None) -> mx.array:
         """Decode a tile: (N, H, n, D) float32."""
-        return self._decode(state=self.state, packed=packed, positions=positions)
+        x: mx.array = _guarded(
+            self.choice.label, "vq_decode", lambda: self._decode(state=self.state, packed=packed, positions=positions)
+        )
+        return x
 
 
 def _checked(label: str, layout: Layout, rows: Mapping[str, mx.array], x: mx.array, paged: bool) -> dict[str, mx.array]:

@@ -12,7 +12,13 @@ prints them).  Class attributes change what is run, see :class:`Kit`; a single t
 Needs pytest and hypothesis: ``pip install 'vq-core[test]'``.
 """
 
-import pytest
+try:
+    import hypothesis  # noqa: F401
+    import pytest
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"the conformance kit needs {error.name}: pip install 'vq-core[test]'", name=error.name
+    ) from error
 
 # The kit's assertions should show their operands in the author's terminal as those of a test file do.
 pytest.register_assert_rewrite(

@@ -21,6 +21,8 @@ from vq_core.hosts.mlx_lm.report import LayerEntry, ModelReport, held_bytes
 from vq_core.hosts.mlx_lm.versions import check_version
 
 Dense = Literal["auto", "lazy", "strict"]
+TRIED = (64, 2, 1)
+"""Lengths of the trial run's chunks: models branch on one token against several, and on short against long."""
 _MARK = "vq_handle"
 """Attribute of our ``make_cache`` function that leads to its handle."""
 _STRICT: Any = hook.WhileInstalled()
@@ -158,7 +160,7 @@ class CompressedModel:
         return caches
 
     def _try_out(self, dense: Dense) -> None:
-        """Call the model on three tokens without evaluating anything.
+        """Call the model on a few tokens without evaluating anything.
 
         The graph alone tells each layer's heads, sizes and dtype, so the methods are bound, and refuse what
         they cannot do, before the first token.  It also shows whether what a cache returns goes to attention and
@@ -178,16 +180,14 @@ class CompressedModel:
         if isinstance(seen, list):
             self._learn(seen, strict=False)
         else:
-            self._notes.append(
-                f"the model could not be tried out on three tokens ({seen}); shapes are checked as they come"
-            )
+            self._notes.append(f"the model could not be tried out ({seen}); shapes are checked as they come")
 
     def _dry_run(self, strict: bool) -> list[Any] | str:
         for layer in self._layers:
             layer.strict = strict
         caches = self._fresh()
         try:
-            for length in (2, 1):
+            for length in TRIED:
                 self.model(mx.zeros((1, length), mx.int32), cache=caches)
         except VQError as error:
             index = next(
@@ -323,6 +323,7 @@ def compress(
             as the model makes it; a method's text form or a dict of keyword arguments replaces the default's.
         dense: Whether arrays that a cache returns have a lazy dense side: ``"lazy"`` always, ``"strict"`` never,
             ``"auto"`` only where a trial run of the model's graph shows that something other than attention reads them.
+            A model that does so at other chunk lengths than the trial's (64, 2 and 1 tokens) needs ``"lazy"``.
 
     Returns:
         A handle with ``make_cache()``, ``report()`` and ``undo()``.
@@ -332,6 +333,7 @@ def compress(
         HostError: an mlx-lm that vq does not know.
     """
     check_version()
+    register()
     if not hasattr(model, "layers"):
         raise SettingsError(
             f"compress takes a model, the first of what mlx_lm.load returns; got {type(model).__name__}"
@@ -355,6 +357,13 @@ def compress(
             raise
     finally:
         hook.uninstall()
+
+
+def register() -> None:
+    """Let mlx-lm's ``load_prompt_cache`` find our class: it looks classes up by bare name in its own module."""
+    from mlx_lm.models import cache
+
+    cache.PackedKVCache = PackedKVCache  # type: ignore[attr-defined]
 
 
 def _why_native(cache: Any) -> str:
