@@ -100,17 +100,20 @@ def _print_table(found: list[MethodRecord]) -> None:
         return
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
-    for heading in ("method", "status", "distribution", "version", "sides"):
+    for heading in ("method", "status", "distribution", "sides"):
         table.add_column(heading, no_wrap=True)
-    table.add_column("summary, or what is wrong", overflow="fold")
+    table.add_column("summary")
     for record in found:
         facts = record.facts
-        said = record.reason or (facts.summary if facts else "")
+        summary = "see below" if record.reason else facts.summary if facts else ""
         sides = ", ".join(facts.sides) if facts else ""
-        cells = (record.name, record.status, record.distribution, record.version, sides, said)
+        cells = (record.name, record.status, f"{record.distribution} {record.version}", sides, summary)
         style = STATUS_STYLE[record.status]
         table.add_row(*(_plain(cell, style if at == 1 else "") for at, cell in enumerate(cells)))
     console.print(table)
+    for record in found:
+        if record.reason:
+            console.print(_plain(f"\n{record.name} of {record.distribution} {record.version}: {record.reason}", ""))
     if any(record.status not in ("ok", "disabled") for record in found):
         console.print("`vq doctor NAME` shows the traceback.", style="dim")
 
