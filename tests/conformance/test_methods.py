@@ -9,19 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import vq_core
 from vq_core.testing import AttentionConformance, CodecConformance, MethodConformance, NumbersConformance, load_plugin
 
 METHODS = Path(__file__).parent.parent / "methods"
 REPOSITORY = METHODS.parent.parent
-
-
-def installed(name: str) -> bool:
-    return any(record.name == name and record.status == "ok" for record in vq_core.list_methods())
-
-
-needs_kivi = pytest.mark.skipif(not installed("kivi"), reason="vq-kivi is not installed")
-needs_example = pytest.mark.skipif(not installed("example"), reason="vq-example is not installed")
 
 
 class TestIdentity(MethodConformance):
@@ -39,7 +30,6 @@ class TestPicky(MethodConformance):
     plugin = load_plugin(METHODS / "picky.py")
 
 
-@needs_kivi
 class TestSignSketchWithKivi(MethodConformance):
     method = "sign_sketch:sketch=128"
     variants = ("sign_sketch", "sign_sketch:sketch=64")
@@ -47,12 +37,10 @@ class TestSignSketchWithKivi(MethodConformance):
     values = "kivi:bits=4"
 
 
-@needs_kivi
 class TestKivi(MethodConformance):
     method = "kivi:bits=4,group_size=64"
 
 
-@needs_kivi
 class TestKiviOfAllWidths(CodecConformance, NumbersConformance, AttentionConformance):
     """Codec, numbers and attention of every width; the cache is run with 2 bits by vq-kivi and with 4 above."""
 
@@ -61,7 +49,6 @@ class TestKiviOfAllWidths(CodecConformance, NumbersConformance, AttentionConform
     ladder = tuple(f"kivi:bits={bits}" for bits in (2, 3, 4, 8))
 
 
-@needs_example
 class TestExample(MethodConformance):
     method = "example:bits=2"
 

@@ -34,6 +34,18 @@ def test_listing_without_mlx(site: Any, source: Any, absence: str, request: pyte
     assert "needs MLX" in info.out
 
 
+@pytest.mark.parametrize("absence", ["no_mlx", "no_backend"])
+@pytest.mark.parametrize("command", [("demo",), ("generate", "model", "-p", "text", "--method", "fine")])
+def test_running_without_mlx_is_one_line(
+    site: Any, absence: str, command: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    site.add_good("fine")
+    child = site.run(*command, prelude=request.getfixturevalue(absence))
+    assert child.code == 2, child.err
+    assert INSTALL in child.err
+    assert "Traceback" not in child.err and len(child.err.strip().splitlines()) == 1
+
+
 def test_a_good_methods_bits_are_shown(site: Any) -> None:
     site.add_good("fine")
     child = site.run("info", "fine", "--head-dim", "64")

@@ -37,7 +37,7 @@ def load_plugin(path: str | Path) -> ModuleType:
     sys.modules[name] = module  # attrs and pickle look the module up by its name
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # whatever the file raises goes on; half a module must not be found by the next import
         del sys.modules[name]
         raise
     return module

@@ -352,7 +352,9 @@ def compress(
         earlier.undo()
         try:
             return CompressedModel(model, policy, dense)
-        except BaseException:
+        except (
+            BaseException
+        ):  # whatever it was, an interrupt too, it goes on; the earlier preparation is put back first
             earlier.redo()
             raise
     finally:
