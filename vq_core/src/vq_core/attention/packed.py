@@ -74,7 +74,7 @@ def attend(
 def _as_stock(view: CacheView, mask: Mask, sinks: mx.array | None) -> bool:
     """Whether nothing is packed, and MLX's own attention takes the mask's and the sinks' dtype."""
     dtype = view.keys.exact.dtype
-    if not view.even or view.packed[0] or view.sinks[0] or (sinks is not None and sinks.dtype != dtype):
+    if not view.plain or view.packed[0] or view.sinks[0] or (sinks is not None and sinks.dtype != dtype):
         return False
     return mask.array is None or mask.array.dtype in (mx.bool_, dtype)
 

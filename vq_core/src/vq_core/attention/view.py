@@ -35,10 +35,14 @@ class CacheView:
     In order, row b's tokens are: ``sinks[b]`` first tokens, ``packed[b]`` packed ones, ``exact[b]`` exact ones.
     Rows of unequal length are aligned at the right: column T - 1 is the newest token of every row.
 
+    In a sliding window the first ``dropped[b]`` tokens of the sequence are gone, and the first ``hidden[b]`` of those
+    that are held have left the window and have no column: whole pages go at once.
+
     Attributes:
-        lengths: Tokens of each row.
-        length: T, tokens of the longest row.
-        even: Whether all rows hold the same numbers of tokens, so that columns need no look-up.
+        lengths: Tokens of each row that have a column.
+        length: T, columns: tokens of the longest row.
+        even: Whether all rows hold the same numbers of tokens.
+        plain: Whether they do and nothing is hidden, so that columns need no look-up.
     """
 
     keys: SideView
@@ -46,15 +50,23 @@ class CacheView:
     sinks: tuple[int, ...]
     packed: tuple[int, ...]
     exact: tuple[int, ...]
+    dropped: tuple[int, ...] = ()
+    hidden: tuple[int, ...] = ()
     lengths: tuple[int, ...] = attrs.field(init=False)
     length: int = attrs.field(init=False)
     even: bool = attrs.field(init=False)
+    plain: bool = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        rows = list(zip(self.sinks, self.packed, self.exact, strict=True))
-        lengths = tuple(map(sum, rows))
+        none = (0,) * len(self.packed)
+        dropped, hidden = self.dropped or none, self.hidden or none
+        rows = list(zip(self.sinks, self.packed, self.exact, dropped, hidden, strict=True))
+        lengths = tuple(s + n + w - h for s, n, w, _, h in rows)
         even = all(row == rows[0] for row in rows) and self.exact[0] == self.keys.exact.shape[2]
-        for name, value in (("lengths", lengths), ("length", max(lengths)), ("even", even)):
+        for name, value in (
+            ("dropped", dropped), ("hidden", hidden), ("lengths", lengths), ("length", max(lengths)),
+            ("even", even), ("plain", even and not any(hidden)),
+        ):  # fmt: skip
             object.__setattr__(self, name, value)
 
     @property
@@ -87,39 +99,41 @@ class Columns:
 
 def sink_columns(view: CacheView) -> Columns:
     """Columns of the first tokens."""
-    return _columns(view, view.keys.sinks.shape[2] if view.keys.sinks is not None else 0, 0, view.sinks, left=True)
+    if view.plain:
+        return Columns(0, view.sinks[0])
+    width = view.keys.sinks.shape[2] if view.keys.sinks is not None else 0
+    return _lookup(view, (0,) * view.rows, view.sinks, width)
 
 
 def packed_columns(view: CacheView, begin: int, end: int) -> Columns:
     """Columns of the packed tokens ``begin`` to ``end`` of each row."""
     held = tuple(min(max(n - begin, 0), end - begin) for n in view.packed)
     starts = tuple(s + begin for s in view.sinks)
-    if view.even:
+    if view.plain:
         return Columns(starts[0], held[0])
-    return _lookup(view, starts, held, end - begin, left=True)
+    return _lookup(view, starts, held, end - begin)
 
 
 def exact_columns(view: CacheView, begin: int, end: int) -> Columns:
     """Columns ``begin`` to ``end`` of the exact window."""
-    if view.even:
+    if view.plain:
         return Columns(view.sinks[0] + view.packed[0] + begin, end - begin)
     width = view.keys.exact.shape[2]
-    index = [[view.length - width + i for i in range(begin, end)]] * view.rows
-    valid = [[i >= width - n for i in range(begin, end)] for n in view.exact]
-    return Columns(0, end - begin, mx.array(index), mx.array(valid))
+    # Each row's tokens are at the right of the window; what is before a row's first column is hidden.
+    first = [max(width - n, width - t) for n, t in zip(view.exact, view.lengths, strict=True)]
+    places = mx.arange(begin, end)
+    index = mx.broadcast_to(places + (view.length - width), (view.rows, end - begin))
+    valid = places >= mx.array(first)[:, None]
+    return Columns(0, end - begin, mx.where(valid, index, 0), valid)
 
 
-def _columns(view: CacheView, width: int, begin: int, held: tuple[int, ...], left: bool) -> Columns:
-    if view.even:
-        return Columns(begin, held[0])
-    return _lookup(view, (begin,) * view.rows, held, width, left)
-
-
-def _lookup(view: CacheView, starts: tuple[int, ...], held: tuple[int, ...], width: int, left: bool) -> Columns:
-    pads = [view.length - n for n in view.lengths]
-    index = [[pad + s + i if i < n else 0 for i in range(width)] for pad, s, n in zip(pads, starts, held, strict=True)]
-    valid = [[i < n for i in range(width)] for n in held]
-    return Columns(0, width, mx.array(index), mx.array(valid))
+def _lookup(view: CacheView, starts: tuple[int, ...], held: tuple[int, ...], width: int) -> Columns:
+    """Columns of ``width`` places, of which row b's first ``held[b]`` are its tokens from ``starts[b]`` on."""
+    shift = [view.length - n - h + s for n, h, s in zip(view.lengths, view.hidden, starts, strict=True)]
+    first = [h - s for h, s in zip(view.hidden, starts, strict=True)]
+    places = mx.arange(width)
+    valid = (places < mx.array(held)[:, None]) & (places >= mx.array(first)[:, None])
+    return Columns(0, width, mx.where(valid, places + mx.array(shift)[:, None], 0), valid)
 
 
 def decode_depths(view: CacheView, side: SideView, begin: int, end: int) -> mx.array:
@@ -133,9 +147,9 @@ def decode_pages(view: CacheView, side: SideView, begin: int, end: int) -> mx.ar
     page, rows = side.bound.layout.page, view.rows
     positions = None
     if side.bound.needs_positions:
-        first = max(view.sinks)
+        first = max(view.sinks) + mx.array(view.dropped, mx.int32).reshape(1, -1, 1)
         positions = first + mx.arange(begin * page, end * page, dtype=mx.int32).reshape(-1, 1, page)
-        positions = mx.broadcast_to(positions, (end - begin, rows, page)).reshape(-1, page)
+        positions = positions.reshape(-1, page)
     x = side.bound.decode(side.pages.depths(begin, end, rows), positions)
     return x.reshape(end - begin, rows, *x.shape[1:])
 
@@ -153,14 +167,16 @@ def dense(view: CacheView, side: SideView, dtype: mx.Dtype | None = None) -> mx.
         parts = [] if side.sinks is None or not view.sinks[0] else [side.sinks.astype(dtype)]
         if packed is not None:
             parts.append(packed if packed.shape[2] == view.packed[0] else packed[:, :, : view.packed[0]])
-        return mx.concatenate([*parts, exact], axis=2) if parts else exact
+        whole = mx.concatenate([*parts, exact], axis=2) if parts else exact
+        return whole if view.plain else whole[:, :, view.hidden[0] :]
     rows = []
     for b, (s, n, w) in enumerate(zip(view.sinks, view.packed, view.exact, strict=True)):
         width = exact.shape[2]
-        pieces = [mx.zeros((1, exact.shape[1], view.length - s - n - w, exact.shape[3]), dtype)]
+        pieces = []
         if s and side.sinks is not None:
             pieces.append(side.sinks[b : b + 1, :, :s].astype(dtype))
         if n and packed is not None:
             pieces.append(packed[b : b + 1, :, :n])
-        rows.append(mx.concatenate([*pieces, exact[b : b + 1, :, width - w :]], axis=2))
+        row = mx.concatenate([*pieces, exact[b : b + 1, :, width - w :]], axis=2)[:, :, view.hidden[b] :]
+        rows.append(mx.pad(row, [(0, 0), (0, 0), (view.length - view.lengths[b], 0), (0, 0)]))
     return mx.concatenate(rows)

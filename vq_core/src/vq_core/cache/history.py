@@ -27,12 +27,21 @@ class History:
         residual: R; the newest R to R + block - 1 tokens are exact.
         sinks: The first tokens that stay exact.
         rows: B.
+        sliding: W, the layer attends to the newest W tokens only: older ones are dropped, whole pages at once.
+            ``None``: to all.
+
+    Attributes:
+        dropped: Tokens of each row that are gone, whole pages of both sides.
     """
 
-    def __init__(self, keys: BoundSide, values: BoundSide, residual: int, sinks: int, rows: int):
+    def __init__(
+        self, keys: BoundSide, values: BoundSide, residual: int, sinks: int, rows: int, sliding: int | None = None
+    ):
         self.bound = {"keys": keys, "values": values}
         self.residual, self.sinks = residual, sinks
         self.block = math.lcm(keys.layout.block, values.layout.block)
+        self.sliding, self.dropped = sliding, [0] * rows
+        self.unit = math.lcm(keys.layout.page, values.layout.page)
         self.window = Window(rows)
         self.stores = {side: PageStore(b.layout, b.ctx.kv_heads, rows) for side, b in self.bound.items()}
 
@@ -49,9 +58,14 @@ class History:
         return len(self.window.counts)
 
     @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
+    def held(self) -> list[int]:
+        """Tokens that each row holds."""
         return [s + n + w for s, n, w in zip(self.window.sinks, self.packed, self.window.counts, strict=True)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row's sequence, dropped ones too."""
+        return [d + n for d, n in zip(self.dropped, self.held, strict=True)]
 
     def arrays(self) -> list[mx.array]:
         """Every array held."""
@@ -66,22 +80,28 @@ class History:
             The reading that attention of these L tokens works on: they themselves are exact in it, even those
             that this very update has packed.
         """
+        view = self._append(keys, values)
+        self._drop()
+        return view
+
+    def _append(self, keys: mx.array, values: mx.array) -> CacheView:
         window, length = self.window, keys.shape[2]
         joined = window.joined(keys, values)
         width, before = joined[0].shape[2], self.lengths
+        shown = self._shown([t + length for t in before], length)
         counts = [n + length for n in window.counts]
         goal = [
-            max(n, frontier(t + length, self.sinks, self.residual, self.block))
-            for n, t in zip(self.packed, before, strict=True)
+            max(n, frontier(t + length, self.sinks, self.residual, self.block) - d)
+            for n, t, d in zip(self.packed, before, self.dropped, strict=True)
         ]
         if goal == self.packed:
             window.keys, window.values = joined
             window.counts = counts
-            return self.view()
+            return self.view(shown)
         # For attention: what was packed by now of the tokens before this chunk.
         seen = [
-            max(n, min(g, max(0, t - self.sinks) // self.block * self.block))
-            for n, g, t in zip(self.packed, goal, before, strict=True)
+            max(n, min(g, max(0, t - self.sinks) // self.block * self.block - d))
+            for n, g, t, d in zip(self.packed, goal, before, self.dropped, strict=True)
         ]
         packing = [g - n for g, n in zip(goal, self.packed, strict=True)]
         draft = self.copy()  # the stores that drafts share are not written to
@@ -93,10 +113,36 @@ class History:
         window.keys, window.values = (owned(x, width - kept, width) for x in joined)
         self.window, self.stores = window, draft.stores
         if seen == self.packed:
-            return self.view()
-        exact = [t + length - s - n for t, s, n in zip(before, window.sinks, seen, strict=True)]
+            return self.view(shown)
+        exact = [t + length - d - s - n for t, d, s, n in zip(before, self.dropped, window.sinks, seen, strict=True)]
         widest = max(exact)
-        return self._view(seen, exact, *(x[:, :, width - widest :] for x in joined))
+        return self._view(seen, exact, *(x[:, :, width - widest :] for x in joined), shown)
+
+    def _shown(self, lengths: Sequence[int], queries: int = 1) -> list[int]:
+        """How many of each row's newest tokens the last ``queries`` of them attend to, together.
+
+        What mlx-lm's rotating cache returns: layers of one kind share a mask, whatever their caches.
+        """
+        if self.sliding is None:
+            return list(lengths)
+        if queries == 1:
+            return [min(t, self.sliding) for t in lengths]
+        return [min(t - queries, self.sliding - 1) + queries for t in lengths]
+
+    def _drop(self) -> None:
+        """Let go of pages all of whose tokens have left the sliding window."""
+        if self.sliding is None:
+            return
+        gone = [
+            max(0, min(d + n, t - self.sliding) // self.unit * self.unit - d)
+            for d, n, t in zip(self.dropped, self.packed, self.lengths, strict=True)
+        ]
+        if not any(gone):
+            return
+        self.stores = {side: store.copy() for side, store in self.stores.items()}
+        for store in self.stores.values():
+            store.drop(gone)
+        self.dropped = [d + n for d, n in zip(self.dropped, gone, strict=True)]
 
     def _flush(self, joined: tuple[mx.array, mx.array], counts: Sequence[int], goal: Sequence[int]) -> list[int]:
         """Pack rows up to ``goal``; returns how many tokens left the window, row by row."""
@@ -106,13 +152,14 @@ class History:
             if want > have:
                 # Rows that start alike and are filled alike can be written together.
                 fills = tuple(have % store.layout.page for store in self.stores.values())
-                groups.setdefault((width - count, want - have, int(have == 0), have, *fills), []).append(row)
-        for (start, n, first, have, *_), rows in groups.items():
+                before = self.dropped[row] + have
+                groups.setdefault((width - count, want - have, int(before == 0), before, *fills), []).append(row)
+        for (start, n, first, before, *_), rows in groups.items():
             data = joined if len(rows) == self.rows else tuple(mx.take(x, mx.array(rows), axis=0) for x in joined)
             if first and self.sinks:
                 self.window.keep_sinks(rows, *(x[:, :, start : start + self.sinks] for x in data))
                 start += self.sinks
-            positions = mx.arange(self.sinks + have, self.sinks + have + n, dtype=mx.int32)
+            positions = mx.arange(self.sinks + before, self.sinks + before + n, dtype=mx.int32)
             positions = mx.broadcast_to(positions, (len(rows), n))
             for (side, store), x in zip(self.stores.items(), data, strict=True):
                 self._write(side, store, rows, x[:, :, start : start + n], positions, bool(first))
@@ -139,11 +186,11 @@ class History:
         A cut behind the frontier brings the survivors of the cut block back as decoded, approximate tokens.
         """
         window = self.window
-        goal = [t - n for t in self.lengths]
+        goal = [t - n for t in self.held]
         if all(g >= s + p for g, s, p in zip(goal, window.sinks, self.packed, strict=True)):
             self._shorten(n)
             return
-        parts = [self._trimmed(row, g) for row, g in enumerate(goal)]
+        parts = [self._trimmed(row, g) for row, g in enumerate(goal)]  # in tokens held, as goal is
         self.stores = {side: PageStore.join([p.stores[side] for p in parts]) for side in self.stores}
         self.window = Window.join([p.window for p in parts])
 
@@ -164,10 +211,10 @@ class History:
         part = self.select([row])
         window, sinks, packed = part.window, part.window.sinks[0], part.packed[0]
         if goal >= sinks + packed:
-            part._shorten(part.lengths[0] - goal)
+            part._shorten(part.held[0] - goal)
             return part
         keep = max(0, goal - sinks) // self.block * self.block
-        view = part.view()
+        view, dropped = part.view(), part.dropped[0]
         exact = []
         for side, stored, first in (
             ("keys", view.keys, window.sink_keys),
@@ -191,7 +238,7 @@ class History:
             window.sinks, window.sink_keys, window.sink_values = [0], None, None
         for store in part.stores.values():
             store.cut([keep])
-            if not keep:
+            if not keep and not dropped:
                 store.sequence = {}
         return part
 
@@ -200,6 +247,7 @@ class History:
     def select(self, rows: Sequence[int]) -> History:
         """Some rows, in the order given, as a history of its own."""
         new = self._empty(len(rows))
+        new.dropped = [self.dropped[row] for row in rows]
         new.window = self.window.select(rows)
         new.stores = {side: store.select(rows) for side, store in self.stores.items()}
         return new
@@ -208,6 +256,7 @@ class History:
         """This history's rows and then the others'."""
         everyone = [self, *others]
         new = self._empty(sum(h.rows for h in everyone))
+        new.dropped = [d for h in everyone for d in h.dropped]
         new.window = Window.join([h.window for h in everyone])
         new.stores = {side: PageStore.join([h.stores[side] for h in everyone]) for side in self.stores}
         return new
@@ -221,24 +270,38 @@ class History:
     def copy(self) -> History:
         """A history that shares the arrays: none is ever changed in place."""
         new = self._empty(self.rows)
+        new.dropped = list(self.dropped)
         new.window = self.window.copy()
         new.stores = {side: store.copy() for side, store in self.stores.items()}
         return new
 
     def _empty(self, rows: int) -> History:
-        return History(self.bound["keys"], self.bound["values"], self.residual, self.sinks, rows)
+        return History(self.bound["keys"], self.bound["values"], self.residual, self.sinks, rows, self.sliding)
 
     # ---- reading
 
-    def view(self) -> CacheView:
-        """All tokens as they are stored."""
+    def view(self, shown: Sequence[int] | None = None) -> CacheView:
+        """All tokens as they are stored; of a sliding window those that the newest token attends to, or ``shown``."""
         assert self.window.keys is not None and self.window.values is not None
-        return self._view(self.packed, self.window.counts, self.window.keys, self.window.values)
+        shown = self._shown(self.lengths) if shown is None else shown
+        return self._view(self.packed, self.window.counts, self.window.keys, self.window.values, shown)
 
-    def _view(self, packed: Sequence[int], exact: Sequence[int], keys: mx.array, values: mx.array) -> CacheView:
+    def _view(
+        self, packed: Sequence[int], exact: Sequence[int], keys: mx.array, values: mx.array, shown: Sequence[int]
+    ) -> CacheView:
         window = self.window
         sides = {
             side: SideView(self.bound[side], self.stores[side].view(packed), x, first)
             for side, x, first in (("keys", keys, window.sink_keys), ("values", values, window.sink_values))
         }
-        return CacheView(sides["keys"], sides["values"], tuple(window.sinks), tuple(packed), tuple(exact))
+        held = [sum(row) for row in zip(window.sinks, packed, exact, strict=True)]
+        hidden = () if self.sliding is None else tuple(t - n for t, n in zip(held, shown, strict=True))
+        return CacheView(
+            sides["keys"],
+            sides["values"],
+            tuple(window.sinks),
+            tuple(packed),
+            tuple(exact),
+            tuple(self.dropped),
+            hidden,
+        )

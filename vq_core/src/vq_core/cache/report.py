@@ -22,7 +22,8 @@ class Bytes:
         window: Exact tokens: the window and the sink tokens.
         spare: Capacity that no token uses.
         constants: The methods' shared constants; other layers and caches share the same arrays.
-        fp16: What the same tokens take in a plain float16 cache without spare capacity.
+        fp16: What the same tokens take in a plain float16 cache without spare capacity; of a sliding window those
+            in the window.
     """
 
     codes: int = 0
@@ -50,7 +51,7 @@ class LayerReport:
     Attributes:
         layer: Index, ``None`` outside a model.
         keys, values: The methods with all their settings.
-        tokens: Tokens of all rows; the sum of the next three.
+        tokens: Tokens held, of all rows; the sum of the next three.
         packed: Tokens held as codes.
         exact: Tokens held exactly.
         approximate: Tokens in the window that a trim brought back from codes.
@@ -60,6 +61,7 @@ class LayerReport:
         lost: Updates whose result no packed attention has read; the model computed on dense arrays, or not at all.
         attention: The tier that runs.
         operations: For each side and hook the implementation that runs, and why earlier ones do not.
+        sliding: The window of a layer that attends to its newest tokens only.
         notes: What the user should know, in words.
     """
 
@@ -76,6 +78,7 @@ class LayerReport:
     lost: int = 0
     attention: str = ""
     operations: tuple[str, ...] = ()
+    sliding: int | None = None
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,10 +88,12 @@ class LayerReport:
         return made
 
 
-def describe(policy: LayerPolicy, history: History | None, reads: ReadCount, layer: int | None) -> LayerReport:
+def describe(
+    policy: LayerPolicy, history: History | None, reads: ReadCount, layer: int | None, sliding: int | None = None
+) -> LayerReport:
     """The report of one cache."""
     if history is None:
-        return LayerReport(layer, policy.keys.text, policy.values.text, attention=_tier(policy))
+        return LayerReport(layer, policy.keys.text, policy.values.text, attention=_tier(policy), sliding=sliding)
     window = history.window
     packed, approximate = sum(history.packed), sum(window.approximate)
     exact = sum(window.counts) + sum(window.sinks) - approximate
@@ -98,13 +103,16 @@ def describe(policy: LayerPolicy, history: History | None, reads: ReadCount, lay
         notes.append(
             f"no token is packed yet: the newest {policy.residual} to {policy.residual + history.block - 1} stay exact"
         )
+    if sliding is not None:
+        gone = f", {sum(history.dropped):,} older ones are gone" if any(history.dropped) else ""
+        notes.append(f"sliding window of {sliding:,} tokens{gone}")
     if reads.lost:
         notes.append(f"{reads.lost} of {reads.updates} updates were not read by packed attention")
     if reads.dense:
         notes.append(f"a dense side was made {reads.dense} times")
     return LayerReport(
         layer, policy.keys.text, policy.values.text, tokens, packed, exact, approximate, _bytes(history),
-        reads.updates, reads.packed, reads.lost, _tier(policy), _operations(history), tuple(notes),
+        reads.updates, reads.packed, reads.lost, _tier(policy), _operations(history), sliding, tuple(notes),
     )  # fmt: skip
 
 
@@ -125,7 +133,8 @@ def _bytes(history: History) -> Bytes:
     window = sum(a.nbytes for a in history.window.arrays()) - history.window.spare_bytes()
     ctx = history.bound["keys"].ctx
     constants = {id(a): a.nbytes for bound in history.bound.values() for a in bound.constants}
-    fp16 = sum(history.lengths) * ctx.kv_heads * (ctx.key_dim + ctx.value_dim) * 2
+    tokens = sum(n if history.sliding is None else min(n, history.sliding) for n in history.lengths)
+    fp16 = tokens * ctx.kv_heads * (ctx.key_dim + ctx.value_dim) * 2
     return Bytes(kinds[True], kinds[False], window, spare, sum(constants.values()), fp16)
 
 

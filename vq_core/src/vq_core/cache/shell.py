@@ -34,6 +34,8 @@ class PackedKVCache:
         sink_tokens: The first tokens of a sequence that stay exact.
         attention: ``"auto"``, ``"mlx"`` or ``"reference"``, see :class:`~vq_core.cache.policy.LayerPolicy`.
         fallback: ``"error"`` or ``"warn"``, see there.
+        sliding: W for a layer that attends to its newest W tokens only, as mlx-lm's ``RotatingKVCache(max_size=W)``:
+            older tokens are dropped, whole pages at once. Excludes ``sink_tokens``.
 
     Raises:
         SettingsError: an unknown method or a value that is not accepted.
@@ -50,6 +52,7 @@ class PackedKVCache:
         sink_tokens: int = 0,
         attention: Attention = "auto",
         fallback: Fallback = "error",
+        sliding: int | None = None,
     ):
         self._setup(
             LayerPolicy.make(
@@ -60,13 +63,14 @@ class PackedKVCache:
                 sink_tokens=sink_tokens,
                 attention=attention,
                 fallback=fallback,
-            )
+            ),
+            sliding=sliding,
         )
 
     @classmethod
     def from_policy(
         cls, policy: LayerPolicy, *, layer: int | None = None, rope: Rope | None = None,
-        model: str | None = None, strict: bool = False,
+        model: str | None = None, strict: bool = False, sliding: int | None = None,
     ) -> PackedKVCache:  # fmt: skip
         """A cache of a checked policy, with what a host knows of the layer.
 
@@ -74,14 +78,19 @@ class PackedKVCache:
         hands them to attention and does nothing else with them.
         """
         cache = cls.__new__(cls)
-        cache._setup(policy, layer, rope, model, strict)
+        cache._setup(policy, layer, rope, model, strict, sliding)
         return cache
 
     def _setup(
         self, policy: LayerPolicy, layer: int | None = None, rope: Rope | None = None,
-        model: str | None = None, strict: bool = False,
+        model: str | None = None, strict: bool = False, sliding: int | None = None,
     ) -> None:  # fmt: skip
-        self.policy = policy
+        if sliding is not None:
+            if isinstance(sliding, bool) or not isinstance(sliding, int) or sliding < 1:
+                raise SettingsError(f"sliding must be a window of 1 token or more, or None; got {sliding!r}")
+            if policy.sink_tokens:
+                raise SettingsError("sink_tokens has no effect in a sliding window: the first tokens leave it; give 0")
+        self.policy, self.sliding = policy, sliding
         self.layer, self._rope, self._model, self._strict = layer, rope, model, strict
         self._history: History | None = None
         self.reads = ReadCount()
@@ -111,7 +120,7 @@ class PackedKVCache:
                 layer=self.layer if facts and facts.per_layer else None, rope=self._rope, model=self._model,
             )  # fmt: skip
             sides.append(bind(choice, ctx, self.policy.fallback))
-        return History(sides[0], sides[1], self.policy.residual, self.policy.sink_tokens, rows)
+        return History(sides[0], sides[1], self.policy.residual, self.policy.sink_tokens, rows, self.sliding)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append tokens and return all of them, tagged so that attention finds the packed codes.
@@ -122,7 +131,7 @@ class PackedKVCache:
 
         Returns:
             Two arrays (B, H, T, D) whose dense value exists only if somebody asks for it. The L new tokens are
-            exact in them.
+            exact in them. In a sliding window of W, T is what L queries attend to together, W - 1 + L at most.
 
         Raises:
             UnsupportedShapeError: shapes or dtypes that do not fit each other or the cache; nothing has changed.
@@ -167,7 +176,11 @@ class PackedKVCache:
         return (self._history.rows, ctx.kv_heads, ctx.key_dim, ctx.value_dim, ctx.dtype)
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """All tokens, tagged, without adding any; what models that share a layer's cache read."""
+        """All tokens, tagged, without adding any; what models that share a layer's cache read.
+
+        Of a sliding window those that the newest token attends to.
+        """
+        self.reads.fetches += 1
         return tag(self._view(), self.policy.attention, self.reads, self._strict)
 
     def decode(self) -> tuple[mx.array, mx.array]:
@@ -207,8 +220,8 @@ class PackedKVCache:
         return 0 if self._history is None else max(self._history.lengths)
 
     def size(self) -> int:
-        """Tokens held."""
-        return self.offset
+        """Tokens that the next token can attend to."""
+        return self.offset if self.sliding is None else min(self.offset, self.sliding)
 
     def empty(self) -> bool:
         """Whether no token is held."""
@@ -220,11 +233,15 @@ class PackedKVCache:
         return 0 if self._history is None else sum(a.nbytes for a in self._history.arrays())
 
     def is_trimmable(self) -> bool:
-        """Whether any number of tokens can be dropped now."""
+        """Whether any number of tokens can be dropped now; not once tokens have left a sliding window for good."""
         if self._history is None:
             return True
+        return not any(self._history.dropped) and (self._methods_trim() or not any(self._history.packed))
+
+    def _methods_trim(self) -> bool:
+        assert self._history is not None
         facts = [bound.record.facts for bound in self._history.bound.values()]
-        return all(f.capabilities.trimmable for f in facts if f) or not any(self._history.packed)
+        return all(f.capabilities.trimmable for f in facts if f)
 
     def trim(self, n: int) -> int:
         """Drop the newest n tokens, at most all of the shortest row; returns how many were dropped.
@@ -238,7 +255,8 @@ class PackedKVCache:
         if self._history is None or self.empty():
             return 0
         n = min(n, min(self._history.lengths))
-        if n and not self.is_trimmable() and n > min(self._history.window.counts):
+        self._check_window(n)
+        if n and not self._methods_trim() and n > min(self._history.window.counts):
             raise CacheStateError(
                 f"trim({n}): the method cannot drop packed tokens; only the newest "
                 f"{min(self._history.window.counts)} can be dropped"
@@ -249,14 +267,38 @@ class PackedKVCache:
             self._history = draft
         return n
 
+    def _check_window(self, n: int) -> None:
+        """Refuse a rewind after which the next token would attend to tokens that a sliding window has dropped."""
+        if self._history is None or self.sliding is None:
+            return
+        rows = zip(self._history.lengths, self._history.dropped, strict=True)
+        most = min((t + 1 - self.sliding - d for t, d in rows if d), default=n)
+        if n > most:
+            raise CacheStateError(
+                f"trim({n}): tokens that the window of {self.sliding} needs then are gone; "
+                f"at most {max(0, most)} can be dropped"
+            )
+
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The causal mask of N new tokens, as mlx-lm's caches make it."""
+        if self.sliding is not None:
+            return self._sliding_mask(N, return_array, window_size, self.sliding)
         if window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
         rows = mx.arange(self.offset, self.offset + N)[:, None]
         columns = mx.arange(self.offset + N)[None]
         mask = rows >= columns
         return mask if window_size is None else mask & (rows < columns + window_size)
+
+    def _sliding_mask(self, N: int, return_array: bool, window_size: int | None, sliding: int) -> Any:
+        width = min(self.offset, sliding - 1) + N
+        if N == 1 and (window_size is None or width <= window_size):
+            return None
+        window_size = window_size or sliding
+        if width <= window_size and not return_array:
+            return "causal"
+        rows, columns = mx.arange(width - N, width)[:, None], mx.arange(width)[None]
+        return (rows >= columns) & (rows < columns + window_size)
 
     @property
     def state(self) -> list[Any]:
@@ -288,7 +330,7 @@ class PackedKVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedKVCache:
         """A copy that shares the arrays, which are never changed in place: it costs no memory until it grows."""
         new = type(self).__new__(type(self))
-        new._setup(self.policy, self.layer, self._rope, self._model, self._strict)
+        new._setup(self.policy, self.layer, self._rope, self._model, self._strict, self.sliding)
         new._history = None if self._history is None else self._history.copy()
         return new
 
@@ -304,8 +346,8 @@ class PackedKVCache:
         caches = list(caches)
         if not caches or not all(isinstance(c, PackedKVCache) for c in caches):
             raise SettingsError("join needs a list of at least one PackedKVCache, and nothing else")
-        if any(c.policy != caches[0].policy for c in caches):
-            raise SettingsError("join needs caches of one policy; these differ in method or settings")
+        if any((c.policy, c.sliding) != (caches[0].policy, caches[0].sliding) for c in caches):
+            raise SettingsError("join needs caches of one policy; these differ in method, settings or window")
         new = caches[0].__deepcopy__({})
         held = [c._history for c in caches]
         if all(h is None for h in held):
@@ -343,7 +385,7 @@ class PackedKVCache:
 
     def report(self) -> LayerReport:
         """What is held, where and how; see :class:`~vq_core.cache.report.LayerReport`."""
-        return describe(self.policy, self._history, self.reads, self.layer)
+        return describe(self.policy, self._history, self.reads, self.layer, self.sliding)
 
 
 def _shape_of(keys: mx.array, values: mx.array) -> tuple[Any, ...]:

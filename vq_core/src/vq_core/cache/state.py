@@ -31,7 +31,7 @@ def dump(cache: PackedKVCache) -> list[Any]:
     """The state of a cache."""
     header: dict[str, Any] = {
         "vq": STATE_VERSION, "policy": cache.policy.text, "layer": cache.layer, "model": cache._model,
-        "rope": cache._rope and attrs.asdict(cache._rope),
+        "rope": cache._rope and attrs.asdict(cache._rope), "sliding": cache.sliding,
     }  # fmt: skip
     history, arrays = cache._history, []
     if history is not None:
@@ -46,6 +46,7 @@ def dump(cache: PackedKVCache) -> list[Any]:
         }
         window = history.window
         header["window"] = {"counts": window.counts, "approximate": window.approximate, "sinks": window.sinks}
+        header["dropped"] = history.dropped
         header["stores"] = {s: {"tokens": t.tokens, "owned": t.owned} for s, t in history.stores.items()}
         names = []
         for name in WINDOW:
@@ -77,7 +78,7 @@ def restore(cache: PackedKVCache, state: Sequence[Any]) -> None:
     if not isinstance(header["layer"], int | None):
         raise FormatError(f"layer {header['layer']!r} is no index")
     rope = header["rope"] and Rope(**header["rope"])
-    cache._setup(LayerPolicy.make(**header["policy"]), header["layer"], rope, header["model"])
+    cache._setup(LayerPolicy.make(**header["policy"]), header["layer"], rope, header["model"], False, header["sliding"])
     if "shape" not in header:
         return
     shape = dict(header["shape"])
@@ -92,6 +93,7 @@ def restore(cache: PackedKVCache, state: Sequence[Any]) -> None:
                 f"{side} were packed by {was['distribution']} {was['version']}; installed is "
                 f"{bound.record.distribution} {bound.record.version}"
             )
+    history.dropped = header["dropped"]
     held = dict(zip(header["arrays"], arrays, strict=True))
     for name in COUNTS:
         setattr(history.window, name, header["window"][name])
@@ -119,6 +121,7 @@ def _check_window(history: History) -> None:
     rows = len(history.stores["keys"].tokens)
     if not len(window.counts) == len(window.approximate) == len(window.sinks) == rows:
         raise FormatError(f"the window's counts must have one number for each of {rows} rows")
+    _check_dropped(history, rows)
     for approximate, count in zip(window.approximate, window.counts, strict=True):
         if not 0 <= approximate <= count:
             raise FormatError(f"{approximate} approximate tokens in a window of {count}")
@@ -137,6 +140,15 @@ def _check_window(history: History) -> None:
         if not fits:
             found = "missing" if array is None else f"{array.shape} {array.dtype}"
             raise FormatError(f"window.{name} is {found}; it must hold {counts} tokens, (B, H, W, D) {ctx.dtype}")
+
+
+def _check_dropped(history: History, rows: int) -> None:
+    window = history.sliding
+    if len(history.dropped) != rows or any(
+        d and (window is None or d < 0 or d % history.unit or d > t + 1 - window)
+        for d, t in zip(history.dropped, history.lengths, strict=False)
+    ):
+        raise FormatError(f"{history.dropped} dropped tokens do not fit rows of {history.lengths}, window {window}")
 
 
 def _check_store(side: str, store: PageStore, history: History) -> None:

@@ -209,6 +209,12 @@ class PageStore:
                 # A stale scale of NaN would turn the zero weight of an empty place into NaN.
                 self._write_partial([self.owned[row][-1]], self._blank(n), n % self.layout.page, -n % self.layout.page)
 
+    def drop(self, tokens: Sequence[int]) -> None:
+        """Let go of the first ``tokens[b]`` tokens, whole pages, of each row."""
+        page = self.layout.page
+        owned = [pages[n // page :] for pages, n in zip(self.owned, tokens, strict=True)]
+        self._keep(owned, [have - n for have, n in zip(self.tokens, tokens, strict=True)], range(self.rows))
+
     def select(self, rows: Sequence[int]) -> PageStore:
         """A store of its own with copies of some rows, in the order given."""
         new = PageStore(self.layout, self.heads, len(rows))

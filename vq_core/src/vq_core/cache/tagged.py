@@ -28,6 +28,7 @@ class ReadCount:
         packed: Attentions that read the packed reading.
         dense: Strict tags that were asked for their dense value.
         last: The updates up to which an attention has read packed.
+        fetches: Calls of ``keys_and_values``.
     """
 
     updates: int = 0
@@ -35,6 +36,7 @@ class ReadCount:
     dense: int = 0
     last: int = 0
     read: int = 0
+    fetches: int = 0
 
     def attended(self) -> None:
         """Count one attention on the packed reading."""

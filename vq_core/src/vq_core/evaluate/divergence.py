@@ -148,9 +148,15 @@ def _read(cache: PackedKVCache) -> tuple[int, int]:
     history = cache._history
     if history is None:
         return 0, 0
-    before = [length - 1 - sinks for length, sinks in zip(history.lengths, history.window.sinks, strict=True)]
-    packed = [min(n, max(0, b) // history.block * history.block) for n, b in zip(history.packed, before, strict=True)]
-    return sum(history.lengths), sum(packed)
+    attended = packed = 0
+    for length, dropped, sinks, held in zip(
+        history.lengths, history.dropped, history.window.sinks, history.packed, strict=True
+    ):
+        width = length if history.sliding is None else min(length, history.sliding)
+        before = min(held, max(0, length - 1 - sinks) // history.block * history.block - dropped)
+        # Of a sliding window's packed tokens those that are still attended to.
+        attended, packed = attended + width, packed + max(0, before - (length - dropped - width))
+    return attended, packed
 
 
 def _log_probabilities(logits: mx.array) -> mx.array:
