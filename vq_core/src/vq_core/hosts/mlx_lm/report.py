@@ -13,7 +13,7 @@ from vq_core.plugins.binding import state_arrays
 
 @attrs.frozen
 class LayerEntry:
-    """One layer of the model.
+    """One layer of the model, or one of the several caches that a layer has.
 
     Attributes:
         layer: Index.
@@ -23,6 +23,7 @@ class LayerEntry:
         cache: Class of the cache.
         report: Our cache's report; ``None`` for a native one.
         native_bytes: Bytes of a native cache, where it can tell.
+        child: Index of the cache within the layer, where the layer has several; else ``None``.
     """
 
     layer: int
@@ -31,6 +32,12 @@ class LayerEntry:
     cache: str
     report: LayerReport | None = None
     native_bytes: int = 0
+    child: int | None = None
+
+    @property
+    def place(self) -> str:
+        """``"3"``, or ``"3.1"`` for the second cache of layer 3."""
+        return str(self.layer) if self.child is None else f"{self.layer}.{self.child}"
 
 
 def held_bytes(cache: Any) -> int:
@@ -49,7 +56,7 @@ class ModelReport:
     """All layers of a model's caches.
 
     Attributes:
-        layers: One entry a layer.
+        layers: One entry a layer, or one for each cache of a layer that has several.
         notes: What the user should know, in words.
     """
 

@@ -1,0 +1,91 @@
+"""The trial run: call the model on a few tokens without evaluating anything.
+
+The graph alone tells each layer's heads, sizes and dtype, so the methods are bound, and refuse what they cannot
+do, before the first token.  It also shows whether what a cache returns goes to attention and nowhere else: then no
+dense side needs to be built at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from vq_core.errors import SettingsError, VQError
+from vq_core.hosts.mlx_lm.layers import OURS, Place
+
+Dense = Literal["auto", "lazy", "strict"]
+TRIED = (64, 2, 1)
+"""Lengths of the trial run's chunks: models branch on one token against several, and on short against long."""
+_NOT_STRICT = "dense='strict': the model does more with keys and values than attend"
+
+Fresh = Callable[[], list[Any]]
+
+
+def try_out(model: Any, places: Sequence[Place], fresh: Fresh, dense: Dense) -> list[str]:
+    """Learn shapes and ways of reading into the places.
+
+    Args:
+        model: Called as ``model(tokens, cache=caches)``.
+        places: Where its caches stand.
+        fresh: Makes empty caches, one a layer, as the places say.
+        dense: As for :func:`~vq_core.hosts.mlx_lm.compress`.
+
+    Returns:
+        Notes for the report.
+
+    Raises:
+        VQError: what a method refuses, or ``dense="strict"`` where the model does more than attend.
+    """
+    if dense != "lazy":
+        seen = _dry_run(model, places, fresh, strict=True)
+        if isinstance(seen, list):
+            _learn(places, seen, strict=True)
+            left = list(dict.fromkeys(p.layer for p in places if p.shape and not p.strict))
+            if left and dense == "strict":
+                raise SettingsError(f"{_NOT_STRICT} in layers {left}; leave dense= out, or those layers by layers=")
+            return []
+        if dense == "strict":
+            raise SettingsError(f"{_NOT_STRICT}: {seen}")
+    seen = _dry_run(model, places, fresh, strict=False)
+    if isinstance(seen, list):
+        _learn(places, seen, strict=False)
+        return []
+    return [f"the model could not be tried out ({seen}); shapes are checked as they come"]
+
+
+def _dry_run(model: Any, places: Sequence[Place], fresh: Fresh, strict: bool) -> list[Any] | str:
+    for place in places:
+        place.strict = strict
+    caches = fresh()
+    try:
+        for length in TRIED:
+            model(mx.zeros((1, length), mx.int32), cache=caches)
+    except VQError as error:
+        waiting = (p for p in places if isinstance(p.at(caches), OURS) and not p.at(caches).reads.updates)
+        place = next(waiting, None)
+        where = "" if place is None else f"{place.name} (leave it as it is by layers={{{place.layer}: None}}): "
+        raise type(error)(f"{where}{error}") from error
+    except Exception as error:  # a model that touches keys in its own way; recorded and handled by the caller
+        return f"{type(error).__name__}: {error}"
+    return caches
+
+
+def _learn(places: Sequence[Place], caches: list[Any], strict: bool) -> None:
+    for place in places:
+        cache = place.at(caches)
+        if not isinstance(cache, OURS):
+            continue
+        if cache._history is None:
+            place.reason = "the model never updates this layer's cache"
+            continue
+        ctx = cache._history.bound["keys"].ctx
+        place.shape = {
+            "kv_heads": ctx.kv_heads, "key_dim": ctx.key_dim, "value_dim": ctx.value_dim,
+            "dtype": getattr(mx, ctx.dtype),
+        }  # fmt: skip
+        clean = not cache.reads.lost and not cache.reads.dense
+        place.strict = strict and clean
+        if cache.reads.lost:
+            place.dense = "the model computes on the fetched keys and values itself: packed at rest, read densely"
