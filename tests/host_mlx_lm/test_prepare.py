@@ -275,9 +275,9 @@ def test_wrong_layers_are_refused(model: Any, layers: Any, said: str) -> None:
 def test_a_layer_that_cannot_be_packed_cannot_be_asked_for(name: str, layer: int) -> None:
     model = build(name)
     with pytest.raises(SettingsError, match=r"cannot be packed.*leave"):
-        vq_core.compress(model, method="identity", layers={layer: "kivi:bits=8"})
+        vq_core.compress(model, method="identity", layers={layer: "kivi:bits=8"}, windows="native")
     assert "make_cache" not in model.__dict__
-    vq_core.compress(model, method="identity", layers={layer: None}).undo()
+    vq_core.compress(model, method="identity", layers={layer: None}, windows="native").undo()
 
 
 # ---- refused before the first token

@@ -116,7 +116,8 @@ class History:
             return self.view(shown)
         exact = [t + length - d - s - n for t, d, s, n in zip(before, self.dropped, window.sinks, seen, strict=True)]
         widest = max(exact)
-        return self._view(seen, exact, *(x[:, :, width - widest :] for x in joined), shown)
+        recent, values = (x[:, :, width - widest :] for x in joined)
+        return self._view(seen, exact, recent, values, shown)
 
     def _shown(self, lengths: Sequence[int], queries: int = 1) -> list[int]:
         """How many of each row's newest tokens the last ``queries`` of them attend to, together.

@@ -27,7 +27,8 @@ def _axis(field: Field) -> int:
     return field.axis + 2
 
 
-def _spare_allowed(tokens: int) -> int:
+def spare_allowed(tokens: int) -> int:
+    """Tokens' worth of capacity that a store of so many tokens may hold unused."""
     return max(SPARE_TOKENS, int(SPARE_SHARE * tokens))
 
 
@@ -195,7 +196,7 @@ class PageStore:
     def _spare_pages(self, needed: int, tokens: int) -> int:
         """Pages to add beyond the needed ones, so that capacity not used stays within 128 tokens or 3%."""
         page = self.layout.page
-        allowed = _spare_allowed(tokens) - (needed * page - tokens)
+        allowed = spare_allowed(tokens) - (needed * page - tokens)
         return max(0, allowed // page)
 
     # ---- cutting, selecting, joining
@@ -259,7 +260,7 @@ class PageStore:
         ids = [owned[b][d] for d, b in order]
         tidy = ids == list(range(len(ids)))
         spare = self.capacity * self.layout.page - sum(tokens)
-        if ids and not (tidy and spare <= _spare_allowed(sum(tokens))):
+        if ids and not (tidy and spare <= spare_allowed(sum(tokens))):
             take = mx.array(ids, mx.int32)
             self.paged = {name: mx.take(array, take, axis=0) for name, array in self.paged.items()}
             self.capacity = len(ids)

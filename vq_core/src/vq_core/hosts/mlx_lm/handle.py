@@ -14,6 +14,7 @@ from vq_core.hosts.mlx_lm import hook
 from vq_core.hosts.mlx_lm.layers import OURS, Place, by_layer, places
 from vq_core.hosts.mlx_lm.made import Made
 from vq_core.hosts.mlx_lm.report import LayerEntry, ModelReport
+from vq_core.hosts.mlx_lm.sliding import Windows
 from vq_core.hosts.mlx_lm.trial import Dense, try_out
 
 MARK = "vq_handle"
@@ -23,7 +24,7 @@ MARK = "vq_handle"
 class CompressedModel:
     """Handle of a model prepared by :func:`compress`."""
 
-    def __init__(self, model: Any, policy: CachePolicy, dense: Dense):
+    def __init__(self, model: Any, policy: CachePolicy, dense: Dense, windows: Windows = "auto"):
         self.model, self.policy = model, policy
         self._original, self._make_native = _native_makers(model)
         self._notes: list[str] = []
@@ -33,7 +34,7 @@ class CompressedModel:
         native = self._native()
         policy.check(len(native))
         self._count = len(native)
-        self._places = places(native, policy)
+        self._places = places(native, policy, windows)
         self._refuse_what_has_no_effect()
         hook.install()
         try:
@@ -45,7 +46,7 @@ class CompressedModel:
     # ---- what the user calls
 
     def make_cache(self) -> list[Any]:
-        """Fresh caches, one a layer: ours where the layer is full attention, else the model's own."""
+        """Fresh caches, one a layer: ours where the layer can be packed, else the model's own."""
         caches = self._fresh()
         self._made = [Made(place.at(caches)) for place in self._places]
         return caches

@@ -14,10 +14,11 @@ import attrs
 from vq_core.cache.policy import CachePolicy, LayerPolicy
 from vq_core.cache.shell import PackedKVCache
 from vq_core.hosts.mlx_lm import hook
+from vq_core.hosts.mlx_lm.sliding import Windows, why_not
 
 STRICT: Any = hook.WhileInstalled()
 SKIPPED = "skipped by layers="
-OURS: tuple[type, ...] = (PackedKVCache,)
+OURS: tuple[type[PackedKVCache], ...] = (PackedKVCache,)
 """Classes of our caches."""
 
 Maker = Callable[["Place", LayerPolicy], Any]
@@ -37,6 +38,7 @@ class Place:
         shape: Arguments of ``prepare_for``, once the model was tried out.
         strict: Whether what ours returns needs no dense side.
         dense: Why ours is read densely; empty where attention reads it.
+        settle: After the trial run, given our cache there: why the place rather keeps the model's own, or nothing.
     """
 
     layer: int
@@ -47,6 +49,7 @@ class Place:
     shape: dict[str, Any] | None = None
     strict: bool = False
     dense: str = ""
+    settle: Callable[[Any], str] | None = None
 
     @property
     def name(self) -> str:
@@ -78,16 +81,18 @@ class Place:
         outer.caches = (*outer.caches[: self.child], cache, *outer.caches[self.child + 1 :])
 
 
-def places(caches: Sequence[Any], policy: CachePolicy) -> list[Place]:
+def places(caches: Sequence[Any], policy: CachePolicy, windows: Windows = "auto") -> list[Place]:
     """The places of a model's own caches, in order."""
     found = []
     for layer, cache in enumerate(caches):
         skipped = policy.of(layer, len(caches)) is None
+        asked = any(policy.layers.get(index) is not None for index in (layer, layer - len(caches)))
+        ways: Windows = "packed" if asked and windows == "auto" else windows
         inner = children(cache)
         if inner is None:
-            found.append(_judge(Place(layer, None, type(cache).__name__), cache, skipped))
+            found.append(_judge(Place(layer, None, type(cache).__name__), cache, skipped, ways))
         else:
-            found += [_judge(Place(layer, i, type(c).__name__), c, skipped) for i, c in enumerate(inner)]
+            found += [_judge(Place(layer, i, type(c).__name__), c, skipped, ways) for i, c in enumerate(inner)]
     return found
 
 
@@ -98,9 +103,9 @@ def children(cache: Any) -> tuple[Any, ...] | None:
     return tuple(cache.caches) if type(cache) is CacheList else None
 
 
-def _judge(place: Place, cache: Any, skipped: bool) -> Place:
+def _judge(place: Place, cache: Any, skipped: bool, windows: Windows) -> Place:
     for kind in KINDS:
-        place.make = kind(cache)
+        place.make = kind(cache, place, windows)
         if place.make is not None:
             place.reason = SKIPPED if skipped else ""
             return place
@@ -108,7 +113,7 @@ def _judge(place: Place, cache: Any, skipped: bool) -> Place:
     return place
 
 
-def _full_attention(cache: Any) -> Maker | None:
+def _full_attention(cache: Any, place: Place, windows: Windows) -> Maker | None:
     from mlx_lm.models.cache import KVCache
 
     if type(cache) is not KVCache:
@@ -116,7 +121,25 @@ def _full_attention(cache: Any) -> Maker | None:
     return lambda place, policy: PackedKVCache.from_policy(policy, layer=place.layer, strict=place.strict and STRICT)
 
 
-KINDS: tuple[Callable[[Any], Maker | None], ...] = (_full_attention,)
+def _sliding_window(cache: Any, place: Place, windows: Windows) -> Maker | None:
+    from mlx_lm.models.cache import RotatingKVCache
+
+    # The first `keep` tokens of a ring never leave it; ours has no such tokens.
+    if type(cache) is not RotatingKVCache or cache.keep or windows == "native":
+        return None
+    place.settle = lambda ours: why_not(ours, windows)
+    window = cache.max_size
+
+    def make(place: Place, policy: LayerPolicy) -> PackedKVCache:
+        # The first tokens leave a sliding window, so sink tokens are for the other layers.
+        policy = attrs.evolve(policy, sink_tokens=0)
+        strict = place.strict and STRICT
+        return PackedKVCache.from_policy(policy, layer=place.layer, strict=strict, sliding=window)
+
+    return make
+
+
+KINDS: tuple[Callable[[Any, Place, Windows], Maker | None], ...] = (_full_attention, _sliding_window)
 """For a native cache, each gives the maker of ours, or ``None`` if the cache is not of its kind."""
 
 

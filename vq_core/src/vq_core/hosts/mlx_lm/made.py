@@ -38,7 +38,7 @@ class Made:
 
     def _close(self, held: dict[str, Any]) -> None:
         if self.ours:
-            self._report = describe(held["policy"], held["_history"], held["reads"], held["layer"])
+            self._report = describe(held["policy"], held["_history"], held["reads"], held["layer"], held["sliding"])
         else:
             self._nbytes = held_bytes(held)
 

@@ -11,6 +11,7 @@ from vq_core.errors import SettingsError
 from vq_core.hosts.mlx_lm import hook
 from vq_core.hosts.mlx_lm.handle import MARK, CompressedModel
 from vq_core.hosts.mlx_lm.layers import OURS
+from vq_core.hosts.mlx_lm.sliding import WINDOWS, Windows
 from vq_core.hosts.mlx_lm.trial import TRIED, Dense
 from vq_core.hosts.mlx_lm.versions import check_version
 
@@ -29,6 +30,7 @@ def compress(
     fallback: Fallback = "error",
     layers: Mapping[int, Any] | None = None,
     dense: Dense = "auto",
+    windows: Windows = "auto",
 ) -> CompressedModel:
     """Prepare a loaded mlx-lm model: from now on the caches it makes hold packed codes.
 
@@ -43,6 +45,9 @@ def compress(
         dense: Whether arrays that a cache returns have a lazy dense side: ``"lazy"`` always, ``"strict"`` never,
             ``"auto"`` only where a trial run of the model's graph shows that something other than attention reads them.
             A model that does so at other chunk lengths than the trial's (64, 2 and 1 tokens) needs ``"lazy"``.
+        windows: Layers that attend to a sliding window: ``"auto"`` packs those whose packed window would hold at
+            most three quarters of the native one's bytes, ``"packed"`` all, ``"native"`` none. A layer that
+            ``layers`` gives a method is packed. ``sink_tokens`` does not apply to them.
 
     Returns:
         A handle with ``make_cache()``, ``report()`` and ``undo()``.
@@ -59,18 +64,20 @@ def compress(
         )
     if dense not in ("auto", "lazy", "strict"):
         raise SettingsError(f"dense must be auto, lazy or strict; got {dense!r}")
+    if windows not in WINDOWS:
+        raise SettingsError(f"windows must be one of {', '.join(WINDOWS)}; got {windows!r}")
     policy = CachePolicy.make(
         method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens,
         attention=attention, fallback=fallback, layers=layers,
     )  # fmt: skip
     earlier = getattr(getattr(model, "make_cache", None), MARK, None)
     if earlier is None or earlier.model is not model:
-        return CompressedModel(model, policy, dense)
+        return CompressedModel(model, policy, dense, windows)
     hook.install()  # stays across: a generation with the earlier caches may be under way
     try:
         earlier.undo()
         try:
-            return CompressedModel(model, policy, dense)
+            return CompressedModel(model, policy, dense, windows)
         except (
             BaseException
         ):  # whatever it was, an interrupt too, it goes on; the earlier preparation is put back first

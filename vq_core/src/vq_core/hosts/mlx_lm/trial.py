@@ -64,8 +64,8 @@ def _dry_run(model: Any, places: Sequence[Place], fresh: Fresh, strict: bool) ->
             model(mx.zeros((1, length), mx.int32), cache=caches)
     except VQError as error:
         waiting = (p for p in places if isinstance(p.at(caches), OURS) and not p.at(caches).reads.updates)
-        place = next(waiting, None)
-        where = "" if place is None else f"{place.name} (leave it as it is by layers={{{place.layer}: None}}): "
+        first = next(waiting, None)
+        where = "" if first is None else f"{first.name} (leave it as it is by layers={{{first.layer}: None}}): "
         raise type(error)(f"{where}{error}") from error
     except Exception as error:  # a model that touches keys in its own way; recorded and handled by the caller
         return f"{type(error).__name__}: {error}"
@@ -79,6 +79,9 @@ def _learn(places: Sequence[Place], caches: list[Any], strict: bool) -> None:
             continue
         if cache._history is None:
             place.reason = "the model never updates this layer's cache"
+            continue
+        place.reason = "" if place.settle is None else place.settle(cache)
+        if place.reason:
             continue
         ctx = cache._history.bound["keys"].ctx
         place.shape = {
