@@ -96,7 +96,8 @@ class History:
             return self.view()
         exact = [t + length - s - n for t, s, n in zip(before, window.sinks, seen, strict=True)]
         widest = max(exact)
-        return self._view(seen, exact, *(x[:, :, width - widest :] for x in joined))
+        # Nothing of the cache stays lazy behind an attention that is done: lazy arrays belong to one thread.
+        return self._view(seen, exact, *mx.depends([x[:, :, width - widest :] for x in joined], self.arrays()))
 
     def _flush(self, joined: tuple[mx.array, mx.array], counts: Sequence[int], goal: Sequence[int]) -> list[int]:
         """Pack rows up to ``goal``; returns how many tokens left the window, row by row."""

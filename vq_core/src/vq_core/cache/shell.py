@@ -220,14 +220,20 @@ class PackedKVCache:
         return 0 if self._history is None else sum(a.nbytes for a in self._history.arrays())
 
     def is_trimmable(self) -> bool:
-        """Whether any number of tokens can be dropped now."""
-        if self._history is None:
-            return True
-        facts = [bound.record.facts for bound in self._history.bound.values()]
-        return all(f.capabilities.trimmable for f in facts if f) or not any(self._history.packed)
+        """Whether any number of tokens can be dropped, now and later.
+
+        False from the start where a method cannot be trimmed: mlx-lm asks once, on empty caches, before it speculates.
+        """
+        if self._history is not None:
+            records = [bound.record for bound in self._history.bound.values()]
+        else:
+            records = [resolve(choice.label) for choice in (self.policy.keys, self.policy.values)]
+        return all(record.facts.capabilities.trimmable for record in records if record.facts is not None)
 
     def trim(self, n: int) -> int:
         """Drop the newest n tokens, at most all of the shortest row; returns how many were dropped.
+
+        Of a method that cannot be trimmed the tokens of the exact window can still be dropped.
 
         Raises:
             SettingsError: a negative count.
@@ -238,14 +244,16 @@ class PackedKVCache:
         if self._history is None or self.empty():
             return 0
         n = min(n, min(self._history.lengths))
-        if n and not self.is_trimmable() and n > min(self._history.window.counts):
+        exact = min(self._history.window.counts)
+        if n > exact and any(self._history.packed) and not self.is_trimmable():
             raise CacheStateError(
-                f"trim({n}): the method cannot drop packed tokens; only the newest "
-                f"{min(self._history.window.counts)} can be dropped"
+                f"trim({n}): the method cannot drop packed tokens; only the newest {exact} can be dropped"
             )
         if n:
             draft = self._history.draft()
             draft.trim(n)
+            # A lazy array belongs to the thread that made it; the next to generate may be another.
+            mx.async_eval(draft.arrays())
             self._history = draft
         return n
 
