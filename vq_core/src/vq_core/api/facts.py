@@ -27,7 +27,8 @@ class Capabilities:
     Attributes:
         head_dims: Head sizes accepted, ``None`` for every size from 1 on.
         exact: Decoding returns the input bit for bit.
-        trimmable: Codes may be cut at any block boundary. False: a trim behind the frontier is refused.
+        trimmable: Codes may be cut at any block boundary. False: a trim behind the frontier is refused, and caches
+            say from the start that they are not trimmable, so that a host refuses to speculate on them.
         constant_exact: A group of equal values decodes to that value.
         scale_equivariant: Encoding 8 x decodes to 8 times what x decodes to, to rounding.
         needs_calibration: ``vq_prepare`` refuses to run without an artifact.

@@ -98,6 +98,32 @@ def read_mask(mask: mx.array | str | None, view: CacheView, query_heads: int, qu
     return Mask(array.reshape(folded), False, queries, length)
 
 
+def causal_mask(
+    N: int, offset: int, sliding: int | None = None, window_size: int | None = None, return_array: bool = False
+) -> mx.array | str | None:
+    """The mask of N new tokens after ``offset`` ones, in the forms that mlx-lm's caches give.
+
+    Args:
+        N: New tokens.
+        offset: Tokens before them.
+        sliding: W of a cache that keeps the newest W tokens: N queries see W - 1 + N columns at most.
+        window_size: The newest tokens that each query attends to; by default ``sliding``, else all.
+        return_array: An array even where a word would do.
+
+    Returns:
+        ``None`` (all is attended), ``"causal"``, or bool (N, columns).
+    """
+    width = N + (offset if sliding is None else min(offset, sliding - 1))
+    if N == 1 and (window_size is None or (sliding is not None and width <= window_size)):
+        return None
+    window_size = window_size or sliding
+    if not return_array and (window_size is None or (sliding is not None and width <= window_size)):
+        return "causal"
+    rows, columns = mx.arange(width - N, width)[:, None], mx.arange(width)[None]
+    mask = rows >= columns
+    return mask if window_size is None else mask & (rows < columns + window_size)
+
+
 def apply(scores: mx.array, mask: mx.array | None) -> mx.array:
     """Scores (B, H, R, l, n) float32 under a block of a mask."""
     if mask is None:

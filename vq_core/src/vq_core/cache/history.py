@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 
+import attrs
 import mlx.core as mx
 
 from vq_core.attention.view import CacheView, SideView, decode_depths
@@ -81,8 +82,11 @@ class History:
             that this very update has packed.
         """
         view = self._append(keys, values)
-        self._drop()
-        return view
+        if not self._drop():
+            return view
+        parts = mx.depends([view.keys.exact, view.values.exact], self.arrays())
+        sides = [attrs.evolve(s, exact=x) for s, x in zip((view.keys, view.values), parts, strict=True)]
+        return attrs.evolve(view, keys=sides[0], values=sides[1])
 
     def _append(self, keys: mx.array, values: mx.array) -> CacheView:
         window, length = self.window, keys.shape[2]
@@ -116,7 +120,8 @@ class History:
             return self.view(shown)
         exact = [t + length - d - s - n for t, d, s, n in zip(before, self.dropped, window.sinks, seen, strict=True)]
         widest = max(exact)
-        recent, values = (x[:, :, width - widest :] for x in joined)
+        # Nothing of the cache stays lazy behind an attention that is done: lazy arrays belong to one thread.
+        recent, values = mx.depends([x[:, :, width - widest :] for x in joined], self.arrays())
         return self._view(seen, exact, recent, values, shown)
 
     def _shown(self, lengths: Sequence[int], queries: int = 1) -> list[int]:
@@ -130,20 +135,21 @@ class History:
             return [min(t, self.sliding) for t in lengths]
         return [min(t - queries, self.sliding - 1) + queries for t in lengths]
 
-    def _drop(self) -> None:
-        """Let go of pages all of whose tokens have left the sliding window."""
+    def _drop(self) -> bool:
+        """Let go of pages all of whose tokens have left the sliding window; returns whether there were any."""
         if self.sliding is None:
-            return
+            return False
         gone = [
             max(0, min(d + n, t - self.sliding) // self.unit * self.unit - d)
             for d, n, t in zip(self.dropped, self.packed, self.lengths, strict=True)
         ]
         if not any(gone):
-            return
+            return False
         self.stores = {side: store.copy() for side, store in self.stores.items()}
         for store in self.stores.values():
             store.drop(gone)
         self.dropped = [d + n for d, n in zip(self.dropped, gone, strict=True)]
+        return True
 
     def _flush(self, joined: tuple[mx.array, mx.array], counts: Sequence[int], goal: Sequence[int]) -> list[int]:
         """Pack rows up to ``goal``; returns how many tokens left the window, row by row."""

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from vq_core.api.facts import PrepareContext, Rope
 from vq_core.attention import view as views
+from vq_core.attention.masks import causal_mask
 from vq_core.attention.packed import attend
 from vq_core.attention.view import CacheView
 from vq_core.cache.history import History
@@ -233,18 +234,24 @@ class PackedKVCache:
         return 0 if self._history is None else sum(a.nbytes for a in self._history.arrays())
 
     def is_trimmable(self) -> bool:
-        """Whether any number of tokens can be dropped now; not once tokens have left a sliding window for good."""
-        if self._history is None:
-            return True
-        return not any(self._history.dropped) and (self._methods_trim() or not any(self._history.packed))
+        """Whether any number of tokens can be dropped, now and later.
+
+        False from the start where a method cannot be trimmed: mlx-lm asks once, on empty caches, before it speculates.
+        False once tokens have left a sliding window for good.
+        """
+        return self._methods_trim() and not (self._history is not None and any(self._history.dropped))
 
     def _methods_trim(self) -> bool:
-        assert self._history is not None
-        facts = [bound.record.facts for bound in self._history.bound.values()]
-        return all(f.capabilities.trimmable for f in facts if f)
+        if self._history is not None:
+            records = [bound.record for bound in self._history.bound.values()]
+        else:
+            records = [resolve(choice.label) for choice in (self.policy.keys, self.policy.values)]
+        return all(record.facts.capabilities.trimmable for record in records if record.facts is not None)
 
     def trim(self, n: int) -> int:
         """Drop the newest n tokens, at most all of the shortest row; returns how many were dropped.
+
+        Of a method that cannot be trimmed the tokens of the exact window can still be dropped.
 
         Raises:
             SettingsError: a negative count.
@@ -256,14 +263,16 @@ class PackedKVCache:
             return 0
         n = min(n, min(self._history.lengths))
         self._check_window(n)
-        if n and not self._methods_trim() and n > min(self._history.window.counts):
+        exact = min(self._history.window.counts)
+        if n > exact and any(self._history.packed) and not self._methods_trim():
             raise CacheStateError(
-                f"trim({n}): the method cannot drop packed tokens; only the newest "
-                f"{min(self._history.window.counts)} can be dropped"
+                f"trim({n}): the method cannot drop packed tokens; only the newest {exact} can be dropped"
             )
         if n:
             draft = self._history.draft()
             draft.trim(n)
+            # A lazy array belongs to the thread that made it; the next to generate may be another.
+            mx.async_eval(draft.arrays())  # type: ignore[no-untyped-call]
             self._history = draft
         return n
 
@@ -281,24 +290,7 @@ class PackedKVCache:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The causal mask of N new tokens, as mlx-lm's caches make it."""
-        if self.sliding is not None:
-            return self._sliding_mask(N, return_array, window_size, self.sliding)
-        if window_size is None and (N == 1 or not return_array):
-            return None if N == 1 else "causal"
-        rows = mx.arange(self.offset, self.offset + N)[:, None]
-        columns = mx.arange(self.offset + N)[None]
-        mask = rows >= columns
-        return mask if window_size is None else mask & (rows < columns + window_size)
-
-    def _sliding_mask(self, N: int, return_array: bool, window_size: int | None, sliding: int) -> Any:
-        width = min(self.offset, sliding - 1) + N
-        if N == 1 and (window_size is None or width <= window_size):
-            return None
-        window_size = window_size or sliding
-        if width <= window_size and not return_array:
-            return "causal"
-        rows, columns = mx.arange(width - N, width)[:, None], mx.arange(width)[None]
-        return (rows >= columns) & (rows < columns + window_size)
+        return causal_mask(N, self.offset, self.sliding, window_size, return_array)
 
     @property
     def state(self) -> list[Any]:

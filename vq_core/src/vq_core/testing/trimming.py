@@ -132,9 +132,16 @@ class TrimmingConformance(Kit):
         assert cache.offset == 3
 
     def test_refusal(self) -> None:
-        """A method that cannot be cut says so, refuses, and nothing changes; the window can still be rewound."""
+        """A method that cannot be cut says so from the start, refuses, and nothing changes; the window can be rewound.
+
+        From the start: mlx-lm asks an empty cache before it speculates, and never again.
+        """
         if self.capabilities().trimmable:
             skip("trimmable=True")
+        assert not self.cache().is_trimmable()
+        cache = self.filled(40)
+        assert packed_tokens(cache) == [0] and not cache.is_trimmable()
+        assert cache.trim(10) == 10 and cache.offset == 30
         cache = self.filled(300)
         assert not cache.is_trimmable()
         before = snapshot(cache)
