@@ -66,8 +66,11 @@ def test_an_exact_method_changes_no_token(named: Any, compress: Any, generate: A
         assert layer.exact == 8 + sinks and layer.packed == PROMPT + 60 - 8 - sinks
         assert layer.bytes.held > 0
         if name in READ_DENSELY:
-            assert entry.status == "dense" and "itself" in entry.reason
-            assert layer.lost == layer.updates and not layer.attentions
+            assert entry.status == "dense"
+            if name == "deepseek_v3":
+                assert "a latent cache" in entry.reason and layer.lost == layer.updates - layer.attentions == 3
+            else:
+                assert "itself" in entry.reason and layer.lost == layer.updates and not layer.attentions
         else:
             assert (entry.status, entry.reason, layer.lost) == ("packed", "", 0)
             assert layer.attentions >= layer.updates > 60

@@ -80,6 +80,15 @@ class CacheView:
         return int(self.keys.exact.shape[1])
 
 
+def latent(view: CacheView) -> CacheView:
+    """The reading in which the key side is both keys and values, as latent attention (MLA) uses it in a decode step.
+
+    A method's own attention is for one side, so the values are decoded, tile by tile.
+    """
+    bound = attrs.evolve(view.keys.bound, attend=None)
+    return attrs.evolve(view, values=attrs.evolve(view.keys, bound=bound))
+
+
 @attrs.frozen(eq=False)
 class Columns:
     """Which tokens a run of score columns stands for.

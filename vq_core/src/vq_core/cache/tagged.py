@@ -29,6 +29,7 @@ class ReadCount:
         dense: Strict tags that were asked for their dense value.
         last: The updates up to which an attention has read packed.
         fetches: Calls of ``keys_and_values``.
+        latent: Attentions that took the key side as keys and values both.
     """
 
     updates: int = 0
@@ -37,6 +38,7 @@ class ReadCount:
     last: int = 0
     read: int = 0
     fetches: int = 0
+    latent: int = 0
 
     def attended(self) -> None:
         """Count one attention on the packed reading."""
@@ -147,9 +149,15 @@ def tag(view: CacheView, attention: str, reads: ReadCount, strict: bool) -> tupl
 
 
 def reading_of(keys: Any, values: Any) -> Reading | None:
-    """The reading that both tags share, ``None`` if these are not a pair of tags."""
+    """The reading that both tags share, ``None`` if these are not a pair of tags.
+
+    One key tag as both is latent attention: the reading then has the key side as its values.
+    """
     if type(keys) not in (TaggedArray, StrictTag) or type(values) not in (TaggedArray, StrictTag):
         return None
     reading: Reading = keys.vq_reading
+    if keys is values and keys.vq_side == "keys":
+        reading.reads.latent += 1
+        return attrs.evolve(reading, view=views.latent(reading.view))
     same = values.vq_reading is reading and (keys.vq_side, values.vq_side) == ("keys", "values")
     return reading if same else None

@@ -92,3 +92,8 @@ def _learn(places: Sequence[Place], caches: list[Any], strict: bool) -> None:
         place.strict = strict and clean
         if cache.reads.lost:
             place.dense = "the model computes on the fetched keys and values itself: packed at rest, read densely"
+            if cache.reads.latent:
+                place.dense = (
+                    "a latent cache, from which the model derives keys and values: packed at rest; single tokens "
+                    "attend to the latent's codes, their rotary part and longer chunks are read densely"
+                )
