@@ -18,6 +18,7 @@ from vq_core.errors import (
     UnsupportedShapeError,
     VQError,
 )
+from vq_core.hosts.loading import announce
 
 if TYPE_CHECKING:
     from vq_core.cache.policy import CachePolicy
@@ -55,6 +56,8 @@ __all__ = [
     "read_metadata",
     "save_cache",
 ]
+
+announce()
 
 
 def __getattr__(name: str) -> Any:
