@@ -51,6 +51,14 @@ class CompressedModel:
         self._made = [Made(place.at(caches)) for place in self._places]
         return caches
 
+    def fresh(self) -> list[Any]:
+        """Caches as :meth:`make_cache` makes them, which the report does not tell of."""
+        return self._fresh()
+
+    def adopt(self, caches: Sequence[Any]) -> None:
+        """Let :meth:`report` tell of these caches, such as loaded ones, as of those made last."""
+        self._made = [Made(place.at(caches)) for place in self._places]
+
     def plain_cache(self) -> list[Any]:
         """Fresh caches as the model makes them by itself, for comparison."""
         return self._native()

@@ -87,6 +87,12 @@ def compress(
         hook.uninstall()
 
 
+def handle_of(model: Any) -> CompressedModel | None:
+    """The handle of a model that is prepared now, ``None`` for any other."""
+    handle = getattr(getattr(model, "make_cache", None), MARK, None)
+    return handle if isinstance(handle, CompressedModel) and handle.model is model else None
+
+
 def register() -> None:
     """Let mlx-lm's ``load_prompt_cache`` find our classes: it looks them up by bare name in its own module."""
     from mlx_lm.models import cache
