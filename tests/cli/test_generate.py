@@ -90,8 +90,11 @@ def test_json(folder: Path, vq: Vq) -> None:
     assert status == 0
     made = json.loads(out)
     assert set(made) == {
-        "text", "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "peak_memory", "report"
+        "text", "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "peak_memory", "context",
+        "loaded_tokens", "held_tokens", "saved", "draft", "notes", "report",
     }  # fmt: skip
+    assert (made["context"], made["loaded_tokens"], made["held_tokens"]) == (4096, 0, TOKENS + 20)
+    assert (made["saved"], made["draft"], made["notes"]) == (None, None, [])
     assert (made["prompt_tokens"], made["generation_tokens"]) == (TOKENS, 20)
     assert set(made["report"]) == {"layers", "bytes", "native_bytes", "notes"}
     for entry in made["report"]["layers"]:
@@ -106,7 +109,7 @@ def test_what_a_library_prints_stays_out_of_the_json(folder: Path, vq: Vq, monke
     import mlx_lm
 
     load = mlx_lm.load
-    monkeypatch.setattr(mlx_lm, "load", lambda name: (print("[WARNING] a big model"), load(name))[1])
+    monkeypatch.setattr(mlx_lm, "load", lambda name, **more: (print("[WARNING] a big model"), load(name, **more))[1])
     status, out, err = vq("generate", folder, "-p", TEXT, "--method", "kivi", "--max-tokens", 2, "--json")
     assert status == 0 and json.loads(out)["text"] and "a big model" in err
 

@@ -5,170 +5,176 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vq_core.cli.options import (
+    NOTHING_PACKED,
+    Attention,
+    Fallback,
+    Keys,
+    Method,
+    Residual,
+    SinkTokens,
+    Values,
+    checked,
+    model_path,
+    prompt_text,
+)
+
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from vq_core.hosts.mlx_lm.chat import Chat
+    from vq_core.hosts.mlx_lm.draft import Draft
     from vq_core.hosts.mlx_lm.generate import Run
-    from vq_core.hosts.mlx_lm.report import LayerEntry
-
-NOTHING_PACKED = 3
-"""Exit status when a method was asked for and no token was packed."""
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A folder in mlx-lm's format or the name of a model on the hub.")],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue; '-' reads standard input.")],
-    method: Annotated[str | None, typer.Option(help="Method of both sides, such as kivi:bits=4.")] = None,
-    keys: Annotated[str | None, typer.Option(help="Method of the keys.")] = None,
-    values: Annotated[str | None, typer.Option(help="Method of the values.")] = None,
-    residual: Annotated[int, typer.Option(help="Newest tokens that stay exact.")] = 128,
-    sink_tokens: Annotated[int, typer.Option(help="First tokens that stay exact.")] = 0,
-    attention: Annotated[str, typer.Option(help="auto, mlx or reference.")] = "auto",
-    fallback: Annotated[str, typer.Option(help="When a method's attention fails its probe: error or warn.")] = "error",
-    max_tokens: Annotated[int, typer.Option(min=1, help="At most so many new tokens.")] = 256,
+    model: Annotated[
+        str, typer.Argument(help="A folder in mlx-lm's format, a name on the hub, or 'demo': the model that ships.")
+    ],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The text to continue; '-' reads standard input.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file of UTF-8 text instead of --prompt.")
+    ] = None,
+    method: Method = None,
+    keys: Keys = None,
+    values: Values = None,
+    residual: Residual = 128,
+    sink_tokens: SinkTokens = 0,
+    attention: Attention = "auto",
+    fallback: Fallback = "error",
+    max_tokens: Annotated[
+        int, typer.Option(min=0, help="At most so many new tokens; 0 with --save-cache only reads the prompt.")
+    ] = 256,
     temp: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of the sampling.")] = 0,
+    save_cache: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save the cache there when generation has ended.")
+    ] = None,
+    load_cache: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Go on from a saved cache: the prompt follows what it holds.")
+    ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A small model of the same vocabulary that proposes tokens.")
+    ] = None,
+    num_draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens that it proposes at a time.")] = 3,
+    draft_method: Annotated[
+        str | None, typer.Option(help="Method of the draft's cache; by default the same as the model's.")
+    ] = None,
+    ignore_chat_template: Annotated[
+        bool, typer.Option("--ignore-chat-template", help="The prompt as it is, without the model's chat template.")
+    ] = False,
+    system_prompt: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    chat_template_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Arguments of the chat template, such as enable_thinking.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The text and the report as JSON.")] = False,
 ) -> None:
     """Generate text with a packed cache, then say what it held."""
-    from vq_core.cli.methods import need_mlx, records
+    from vq_core.cli.methods import need_mlx
 
     need_mlx()
-    from vq_core.cache.policy import CachePolicy
-    from vq_core.errors import SettingsError
     from vq_core.hosts.mlx_lm import check_version, compressed
-    from vq_core.hosts.mlx_lm.generate import load, stream
+    from vq_core.hosts.mlx_lm.continuation import check_target, resume
+    from vq_core.hosts.mlx_lm.generate import load_with_config, stream
 
     check_version()
-    if method is None and keys is None and values is None:
-        raise SettingsError("no method: give --method kivi:bits=4, or --keys and --values; `vq list-methods` has them")
-    records()
-    options: dict[str, Any] = {
-        "method": method, "keys": keys, "values": values, "residual": residual,
-        "sink_tokens": sink_tokens, "attention": attention, "fallback": fallback,
-    }  # fmt: skip
-    CachePolicy.make(**options)  # refuses what is wrong before the model is loaded
-    text = _text(prompt)
+    options = checked(
+        method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens, attention=attention,
+        fallback=fallback,
+    )  # fmt: skip
+    of_draft = _draft_options(options, draft_model, draft_method)
+    chat = _chat(ignore_chat_template, system_prompt, chat_template_config)
+    text = prompt_text(prompt, prompt_file)
+    _check_files(save_cache, load_cache, max_tokens)
+    if save_cache is not None:
+        check_target(save_cache)
     out = sys.stdout
     run: Run | None = None
     # What other libraries print while they load and run must not get between the pieces of text, or into the JSON.
-    with contextlib.redirect_stdout(sys.stderr):
-        loaded, tokenizer = load(model)
-        with compressed(loaded, **options) as handle:
-            for piece, latest in stream(
-                loaded, tokenizer, text, handle=handle, max_tokens=max_tokens, temperature=temp, seed=seed
-            ):
-                run = latest
-                if not as_json:
-                    out.write(piece)
-                    out.flush()
-    assert run is not None and run.report is not None
+    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as stack:
+        loaded, tokenizer, config = load_with_config(model_path(model))
+        handle = stack.enter_context(compressed(loaded, **options))
+        after = None if load_cache is None else resume(load_cache, handle)
+        draft = None if draft_model is None else _draft(stack, draft_model, num_draft_tokens, of_draft)
+        for piece, latest in stream(
+            loaded, tokenizer, text, handle=handle, max_tokens=max_tokens, temperature=temp, seed=seed,
+            chat=chat, after=after, draft=draft, config=config,
+        ):  # fmt: skip
+            run = latest
+            if not as_json:
+                out.write(piece)
+                out.flush()
+        assert run is not None and run.continuation is not None
+        if save_cache is not None:
+            run.continuation.model = model
+            run.continuation.save(save_cache, handle)
+    _show(run, None if save_cache is None else str(save_cache), as_json)
+
+
+def _show(run: Run, saved: str | None, as_json: bool) -> None:
+    from vq_core.cli.printing import print_run, run_facts
+
+    assert run.report is not None
     if as_json:
-        typer.echo(json.dumps(_facts(run), indent=2))
+        typer.echo(json.dumps(run_facts(run, saved), indent=2))
     else:
-        _print(run)
+        print_run(run, saved)
     if not run.report.packed:
         typer.secho("vq: no token was packed; see the notes of the report", fg="red", err=True)
         raise typer.Exit(NOTHING_PACKED)
 
 
-def _text(prompt: str) -> str:
-    """The prompt itself, or standard input."""
+def _check_files(save_cache: Path | None, load_cache: Path | None, max_tokens: int) -> None:
     from vq_core.errors import SettingsError
 
+    if max_tokens == 0 and save_cache is None:
+        raise SettingsError("--max-tokens 0 only reads the prompt: give --save-cache FILE, or 1 token or more")
+    if load_cache is not None and not load_cache.expanduser().is_file():
+        raise SettingsError(f"no cache to load: {load_cache} is not a file")
+
+
+def _draft_options(options: dict[str, Any], model: str | None, method: str | None) -> dict[str, Any]:
+    from vq_core.cache.policy import CachePolicy
+    from vq_core.errors import SettingsError
+
+    if method is None:
+        return options
+    if model is None:
+        raise SettingsError("--draft-method is for --draft-model MODEL, which is not given")
+    changed = options | {"method": method, "keys": None, "values": None}
+    CachePolicy.make(**changed)
+    return changed
+
+
+def _draft(stack: contextlib.ExitStack, model: str, num_tokens: int, options: dict[str, Any]) -> Draft:
+    from vq_core.hosts.mlx_lm import compressed
+    from vq_core.hosts.mlx_lm.draft import Draft
+    from vq_core.hosts.mlx_lm.generate import load_with_config
+
+    loaded, tokenizer, config = load_with_config(model_path(model))
+    handle = stack.enter_context(compressed(loaded, **options))
+    return Draft(loaded, tokenizer, handle, num_tokens, config)
+
+
+def _chat(ignore: bool, system: str | None, config: str | None) -> Chat | None:
+    from vq_core.errors import SettingsError
+    from vq_core.hosts.mlx_lm.chat import Chat
+
+    if ignore:
+        if system is not None or config is not None:
+            raise SettingsError("--ignore-chat-template leaves no place for --system-prompt or --chat-template-config")
+        return None
     try:
-        if prompt == "-":
-            return sys.stdin.buffer.read().decode()
-        prompt.encode()  # an argument of other bytes than UTF-8 holds half characters
-    except UnicodeError as error:
-        raise SettingsError(f"the prompt is not UTF-8 text: {error}") from None
-    return prompt
-
-
-def _facts(run: Run) -> dict[str, Any]:
-    assert run.report is not None
-    return {
-        "text": run.text,
-        "prompt_tokens": run.prompt_tokens,
-        "prompt_tps": run.prompt_tps,
-        "generation_tokens": run.generation_tokens,
-        "generation_tps": run.generation_tps,
-        "peak_memory": run.peak_memory,
-        "report": run.report.as_dict(),
-    }
-
-
-def _print(run: Run) -> None:
-    from rich.console import Console
-
-    console = Console()
-    console.print("\n")
-    console.print(_layers(run))
-    console.print(_totals(run))
-    assert run.report is not None
-    for note in run.report.notes:
-        console.print(f"note: {note}", style="yellow", markup=False)
-
-
-def _layers(run: Run) -> Table:
-    from itertools import groupby
-
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title="layers", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("layer", "status", "packed", "exact", "bytes", "fp16/held", "method, reasons, notes"):
-        right = name in ("packed", "exact", "bytes", "fp16/held")
-        table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
-    assert run.report is not None
-    for row, alike in groupby(run.report.layers, key=_row):
-        numbers = [entry.layer for entry in alike]
-        table.add_row("-".join(map(str, sorted({numbers[0], numbers[-1]}))), *row)
-    return table
-
-
-def _row(entry: LayerEntry) -> tuple[str, ...]:
-    """A layer's columns but its number; layers in a row that are alike share one line."""
-    from rich.markup import escape
-
-    report = entry.report
-    if report is None:
-        return (entry.status, "", "", f"{entry.native_bytes:,}", "", escape(entry.reason))
-    said = [report.keys] if report.keys == report.values else [f"keys {report.keys}", f"values {report.values}"]
-    if report.approximate:
-        said.append(f"{report.approximate} tokens in the window came back from codes")
-    said += filter(None, (entry.reason, *report.notes))
-    held = report.bytes
-    exact = report.exact + report.approximate
-    numbers = (f"{report.packed:,}", f"{exact:,}", f"{held.held:,}", f"{held.ratio:.2f}")
-    return (entry.status, *numbers, escape("\n".join(said)))
-
-
-def _totals(run: Run) -> Table:
-    from rich.table import Table
-
-    assert run.report is not None
-    held = run.report.bytes
-    packed, exact, approximate = run.report.tokens()
-    table = Table(title="cache", title_justify="left", show_header=False)
-    for name, value in (
-        ("tokens packed / exact / approximate", f"{packed} / {exact} / {approximate}"),
-        ("bytes: codes", f"{held.codes:,}"),
-        ("bytes: scales, zeros, norms", f"{held.metadata:,}"),
-        ("bytes: exact window", f"{held.window:,}"),
-        ("bytes: spare capacity", f"{held.spare:,}"),
-        ("bytes: held in packed layers", f"{held.held:,}"),
-        ("bytes: the same in fp16", f"{held.fp16:,}"),
-        ("fp16 / held", f"{held.ratio:.2f}"),
-        ("bytes: layers left native", f"{run.report.native_bytes:,}"),
-        ("bytes: constants of the methods, shared", f"{held.constants:,}"),
-        ("prompt", f"{run.prompt_tokens} tokens, {run.prompt_tps:.1f} tok/s"),
-        ("generation", f"{run.generation_tokens} tokens, {run.generation_tps:.1f} tok/s"),
-        ("peak memory", f"{run.peak_memory / 2**20:.1f} MiB"),
-    ):
-        table.add_row(name, value)
-    return table
+        found = json.loads(config or "{}")
+    except ValueError as error:
+        raise SettingsError(
+            f'--chat-template-config is not JSON: {error}; give an object such as {{"enable_thinking": false}}'
+        ) from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"--chat-template-config must be a JSON object, got {config}")
+    return Chat(system, found)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from vq_core.cli import demo, doctor, generate, methods
+from vq_core.cli import demo, doctor, generate, methods, run
 from vq_core.errors import VQError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("list-methods")(methods.list_methods)
 app.command("info")(methods.info)
 app.command("doctor")(doctor.doctor)
 app.command("generate")(generate.generate)
+app.command("run", context_settings=run.CONTEXT)(run.run)
 app.command("demo")(demo.demo)
 
 

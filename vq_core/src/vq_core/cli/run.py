@@ -1,0 +1,137 @@
+"""`vq run`: mlx-lm's own commands on compressed models."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vq_core.cli.options import (
+    NOTHING_PACKED,
+    SHIPPED,
+    Attention,
+    Fallback,
+    Keys,
+    Method,
+    Residual,
+    SinkTokens,
+    Values,
+    checked,
+    model_path,
+)
+
+if TYPE_CHECKING:
+    from vq_core.hosts.mlx_lm.loaded import Loaded
+
+COMMANDS = ("benchmark", "cache_prompt", "chat", "evaluate", "generate", "server")
+"""Commands of mlx-lm that make caches; the others have none to pack."""
+ONE_CACHE = ("cache_prompt", "generate")
+"""Commands that fill one cache, so that one with nothing packed is a failure of the whole run."""
+MODELS = ("--model", "--draft-model")
+CONTEXT = {"allow_interspersed_args": False}
+"""What stands after the command belongs to the command, with ``--`` or without."""
+
+
+def run(
+    command: Annotated[str, typer.Argument(metavar="COMMAND", help=f"One of {', '.join(COMMANDS)}.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS", help="Options of that command, as mlx-lm names them."),
+    ] = None,
+    method: Method = None,
+    keys: Keys = None,
+    values: Values = None,
+    residual: Residual = 128,
+    sink_tokens: SinkTokens = 0,
+    attention: Attention = "auto",
+    fallback: Fallback = "error",
+) -> None:
+    """Run a command of mlx-lm with packed caches: vq run --method kivi:bits=4 -- server --model PATH."""
+    from vq_core.cli.methods import need_mlx
+    from vq_core.errors import HostError, SettingsError
+
+    need_mlx()
+    given = [_model(before, text) for before, text in pairwise(["", *(arguments or [])])]
+    if command not in COMMANDS:
+        raise SettingsError(f"{command!r} is no command that vq can run; accepted are {', '.join(COMMANDS)}")
+    from vq_core.hosts.mlx_lm import check_version
+    from vq_core.hosts.mlx_lm.loaded import compress_loaded
+
+    check_version()
+    options = checked(
+        method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens, attention=attention,
+        fallback=fallback,
+    )  # fmt: skip
+    _look_at(given)
+    module = importlib.import_module(f"mlx_lm.{command}")
+    before = sys.argv
+    sys.argv = [f"mlx_lm.{command}", *given]
+    try:
+        with compress_loaded(**options) as loaded:
+            try:
+                module.main()
+            except ValueError as error:
+                if "support batching" not in str(error):
+                    raise
+                raise HostError(
+                    f"mlx-lm's {command} puts several requests into one batch, which packed caches cannot form yet: "
+                    "have it take one at a time (a batch size of 1)"
+                ) from error
+            finally:
+                packed = _report(loaded)
+    finally:
+        sys.argv = before
+    if command in ONE_CACHE and not packed:
+        raise typer.Exit(NOTHING_PACKED)
+
+
+def _model(before: str, text: str) -> str:
+    """An argument; the name of the model that ships becomes its folder."""
+    option, equals, value = text.partition("=")
+    if before in MODELS:
+        return model_path(text)
+    if equals and option in MODELS and value == SHIPPED:
+        return f"{option}={model_path(value)}"
+    return text
+
+
+def _look_at(given: list[str]) -> None:
+    """Refuse, or name, options of mlx-lm that have no effect on packed caches; it accepts beginnings of names too."""
+    from vq_core.errors import SettingsError
+
+    for text in given:
+        option = text.partition("=")[0]
+        if len(option) > len("--kv-") and "--kv-bits".startswith(option):
+            raise SettingsError(
+                f"{option} quantizes mlx-lm's own caches and has no effect on packed ones: leave it out, "
+                "and choose the bits by --method"
+            )
+        if len(option) > len("--max-") and "--max-kv-size".startswith(option):
+            _say(f"{option} has no effect: a compressed model's caches keep every token")
+
+
+def _report(loaded: Loaded) -> bool:
+    """Print what the caches made last hold; whether any model has packed a token."""
+    from rich.console import Console
+
+    from vq_core.cli.printing import print_notes, print_report
+
+    console = Console(stderr=True)
+    reports: list[tuple[str, Any]] = loaded.reports()
+    for name, report in reports:
+        console.print(f"\n{name}, the caches made last", markup=False, highlight=False, soft_wrap=True)
+        print_report(console, report, [])
+    print_notes(console, loaded.notes())
+    for name, error in loaded.errors:
+        _say(f"{name} was not compressed: {' '.join(str(error).split())}")
+    packed = any(report.packed for _, report in reports)
+    if not packed and any(r.tokens for _, report in reports for r in report.packed_layers):
+        _say("no token was packed; see the notes of the report")
+    return packed
+
+
+def _say(line: str) -> None:
+    typer.secho(f"vq: {line}", fg="red", err=True)

@@ -1,0 +1,137 @@
+"""``compress_loaded``: every model that mlx-lm loads in this process is compressed, whoever loads it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from vq_core.cache.policy import CachePolicy
+from vq_core.cache.shell import PackedKVCache
+from vq_core.errors import HostError
+from vq_core.hosts.mlx_lm import hook
+from vq_core.hosts.mlx_lm.prepare import CompressedModel, compress, register
+from vq_core.hosts.mlx_lm.report import ModelReport
+from vq_core.hosts.mlx_lm.versions import check_version
+
+
+@attrs.define(eq=False)
+class Loaded:
+    """What was loaded while :func:`compress_loaded` was in force.
+
+    Attributes:
+        policy: What every model is compressed with.
+        errors: Models that could not be compressed, as (name, error); whoever loaded them has got the error too.
+        files: Caches that mlx-lm has read from files, newest last.
+        handles: Models as (name, handle), in the order of loading, without those that were dropped before another
+            one was loaded.
+    """
+
+    policy: CachePolicy
+    errors: list[tuple[str, BaseException]] = attrs.Factory(list)
+    files: list[list[Any]] = attrs.Factory(list)
+    handles: list[tuple[str, CompressedModel]] = attrs.Factory(list)
+
+    def reports(self) -> list[tuple[str, ModelReport]]:
+        """Of each model's caches made last; of those read from a file, where the model has made none since."""
+        made = []
+        for name, handle in self.handles:
+            report = handle.report()
+            if not any(r.tokens for r in report.packed_layers):
+                fitting = [caches for caches in self.files if len(caches) == len(report.layers)]
+                report = handle.report(fitting[-1]) if fitting else report
+            made.append((name, report))
+        return made
+
+    def notes(self) -> list[str]:
+        """What the user should know of caches from files, in words."""
+        wanted = (self.policy.default.keys.text, self.policy.default.values.text)
+        packed = [c for caches in self.files for c in caches if isinstance(c, PackedKVCache)]
+        other = {(c.policy.keys.text, c.policy.values.text) for c in packed} - {wanted}
+        said = [f"a cache read from a file keeps its own methods: keys {k}, values {v}" for k, v in sorted(other)]
+        if self.files and not packed:
+            said.append("the cache read from a file is not packed, and stays as it is")
+        return said
+
+    def _drop_unused(self) -> None:
+        """Let go of models that nobody else holds, as a server does with its model before it loads another."""
+        held = [(name, weakref.ref(handle)) for name, handle in self.handles]
+        self.handles.clear()
+        gc.collect()  # a model and its handle refer to each other
+        self.handles.extend((name, handle) for name, reference in held if (handle := reference()) is not None)
+        for _ in range(len(held) - len(self.handles)):
+            hook.uninstall()  # a handle installs it, and only undo takes it back
+        mx.clear_cache()
+
+    def _undo(self) -> None:
+        for _, handle in self.handles:
+            handle.undo()
+
+
+@contextlib.contextmanager
+def compress_loaded(**policy: Any) -> Iterator[Loaded]:
+    """Compress every model that mlx-lm loads inside the ``with`` block, draft models too.
+
+    ``mlx_lm.utils.load_model`` is replaced, through which ``mlx_lm.load`` and all of mlx-lm's commands go; what was
+    there is put back at the end, and the models give up their packed caches.
+
+    Args:
+        policy: As for :func:`~vq_core.hosts.mlx_lm.compress`.
+
+    Raises:
+        SettingsError, PluginError: a policy that is not accepted, at once.
+        HostError: an mlx-lm that vq does not know; while loading, a model that is spread over several processes.
+    """
+    check_version()
+    from mlx_lm import utils
+    from mlx_lm.models import cache
+
+    register()
+    dense = policy.pop("dense", "auto")
+    loaded = Loaded(CachePolicy.make(**policy))
+    load_model, load_prompt_cache = utils.load_model, cache.load_prompt_cache
+
+    def load_compressed(model_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if mx.distributed.init().size() > 1:
+            raise HostError("a model spread over several processes cannot be compressed: run it in one process")
+        loaded._drop_unused()
+        model, config = load_model(model_path, *args, **kwargs)
+        try:
+            loaded.handles.append((str(model_path), compress(model, dense=dense, **policy)))
+        except BaseException as error:
+            loaded.errors.append((str(model_path), error))
+            raise
+        return model, config
+
+    def load_file(*args: Any, **kwargs: Any) -> Any:
+        found = load_prompt_cache(*args, **kwargs)
+        loaded.files.append(found[0] if isinstance(found, tuple) else found)
+        return found
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(loaded._undo)
+        stack.enter_context(_replaced("load_model", load_model, load_compressed))
+        stack.enter_context(_replaced("load_prompt_cache", load_prompt_cache, load_file))
+        yield loaded
+
+
+@contextlib.contextmanager
+def _replaced(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function in every module of mlx-lm that holds it: some import it by name."""
+
+    def exchange(was: Callable[..., Any], by: Callable[..., Any]) -> None:
+        for key, module in list(sys.modules.items()):
+            if key.split(".")[0] == "mlx_lm" and module is not None and module.__dict__.get(name) is was:
+                setattr(module, name, by)
+
+    exchange(old, new)
+    try:
+        yield
+    finally:
+        exchange(new, old)
