@@ -126,8 +126,8 @@ def _layers(run: Run) -> Table:
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     assert run.report is not None
     for row, alike in groupby(run.report.layers, key=_row):
-        numbers = [entry.layer for entry in alike]
-        table.add_row("-".join(map(str, sorted({numbers[0], numbers[-1]}))), *row)
+        named = [entry.place for entry in alike]
+        table.add_row("-".join(dict.fromkeys((named[0], named[-1]))), *row)
     return table
 
 

@@ -17,7 +17,7 @@ from vq_core.hosts.mlx_lm import hook
 
 STRICT: Any = hook.WhileInstalled()
 SKIPPED = "skipped by layers="
-OURS: tuple[type, ...] = (PackedKVCache,)
+OURS: tuple[type[Any], ...] = (PackedKVCache,)
 """Classes of our caches."""
 
 Maker = Callable[["Place", LayerPolicy], Any]
