@@ -216,6 +216,25 @@ class PackedKVCache:
     # ---- mlx-lm's protocol
 
     @property
+    def keys(self) -> mx.array | None:
+        """A handle without keys in it, for ``cache.keys = mx.depends(cache.keys, x)``; ``None`` while empty.
+
+        Models write so to have x evaluated with this cache. :meth:`decode` gives the keys.
+        """
+        return None if self._history is None or self.empty() else mx.zeros((0,), mx.uint8)
+
+    @keys.setter
+    def keys(self, handle: mx.array) -> None:
+        if self._history is None or self.empty() or not isinstance(handle, mx.array) or handle.shape != (0,):
+            raise CacheStateError(
+                "keys of a packed cache cannot be set: only what mx.depends made of its own keys is accepted, after "
+                "the first update; update_and_fetch adds tokens"
+            )
+        draft = self._history.draft()
+        draft.window.depend(handle)
+        self._history = draft
+
+    @property
     def offset(self) -> int:
         """Tokens of the longest row; the rotary position of the next token of an even batch."""
         return 0 if self._history is None else max(self._history.lengths)

@@ -231,6 +231,8 @@ def _finish(run: Run, caches: list[Any], handle: CompressedModel | None) -> None
 
 def _plain_fp16(cache: Any) -> int:
     """float16 bytes of the tokens in a plain cache, without its spare capacity."""
+    if isinstance(inner := getattr(cache, "caches", None), list | tuple):
+        return sum(map(_plain_fp16, inner))
     if type(cache).__name__ != "KVCache" or cache.empty():
         return 0
     return sum(2 * a[..., : cache.offset, :].size for a in (cache.keys, cache.values))

@@ -18,7 +18,7 @@ from vq_core.hosts.mlx_lm.sliding import Windows, why_not
 
 STRICT: Any = hook.WhileInstalled()
 SKIPPED = "skipped by layers="
-OURS: tuple[type[PackedKVCache], ...] = (PackedKVCache,)
+OURS: tuple[type[Any], ...] = (PackedKVCache,)
 """Classes of our caches."""
 
 Maker = Callable[["Place", LayerPolicy], Any]

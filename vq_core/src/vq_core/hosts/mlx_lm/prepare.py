@@ -42,6 +42,8 @@ def compress(
         method, keys, values, residual, sink_tokens, attention, fallback: As for :class:`PackedKVCache`.
         layers: Exceptions by layer index (negative ones count from the end): ``None`` leaves the layer's cache
             as the model makes it; a method's text form or a dict of keyword arguments replaces the default's.
+            Indices count the caches that the model makes, which some layers lack; all caches that one layer has
+            in a ``CacheList`` follow its entry.
         dense: Whether arrays that a cache returns have a lazy dense side: ``"lazy"`` always, ``"strict"`` never,
             ``"auto"`` only where a trial run of the model's graph shows that something other than attention reads them.
             A model that does so at other chunk lengths than the trial's (64, 2 and 1 tokens) needs ``"lazy"``.
@@ -59,8 +61,10 @@ def compress(
     check_version()
     register()
     if not hasattr(model, "layers"):
+        inside = ", or its language_model, which has layers" if hasattr(model, "language_model") else ""
         raise SettingsError(
-            f"compress takes a model, the first of what mlx_lm.load returns; got {type(model).__name__}"
+            f"compress takes a model, the first of what mlx_lm.load returns{inside}; got {type(model).__name__}, "
+            "which has no layers"
         )
     if dense not in ("auto", "lazy", "strict"):
         raise SettingsError(f"dense must be auto, lazy or strict; got {dense!r}")
