@@ -1,0 +1,6 @@
+"""Kernels that are written once: see docs/kernels/."""
+
+from vq_core.kernels.backends import choose, device_backend
+from vq_core.kernels.kernel import Call, Case, Kernel, Output
+
+__all__ = ["Call", "Case", "Kernel", "Output", "choose", "device_backend"]

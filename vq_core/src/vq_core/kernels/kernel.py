@@ -1,0 +1,272 @@
+"""A kernel: one text, three machines.
+
+A body in the dialect of docs/kernels/dialect.md runs on Apple GPUs (``mx.fast.metal_kernel``), on NVIDIA GPUs
+(``mx.fast.cuda_kernel``) and in the simulator on any CPU.  What MLX gets wrong or leaves to the caller is handled here, once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+import mlx.core as mx
+
+from vq_core.errors import PluginError, UnsupportedShapeError
+
+Shape = tuple[int, ...]
+Kind = Literal["dtype", "int", "bool"]
+Backend = Literal["metal", "cuda", "simulator"]
+BACKENDS: tuple[Backend, ...] = ("metal", "cuda", "simulator")
+DTYPES = {
+    name: getattr(mx, name)
+    for name in ("bool_", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "bfloat16", "float32")
+}
+MOST_VARIANTS = 24
+"""Compiled forms that one kernel may have: each costs seconds at its first use on a GPU."""
+ATTRIBUTES = (
+    "thread_position_in_grid", "thread_position_in_threadgroup", "thread_index_in_threadgroup",
+    "threadgroup_position_in_grid", "threadgroups_per_grid", "threads_per_threadgroup",
+    "thread_index_in_simdgroup", "simdgroup_index_in_threadgroup",
+)  # fmt: skip
+MOST_THREADS = 1024
+SIMD = 32
+
+
+@attrs.frozen
+class Call:
+    """What grids and output shapes are functions of.
+
+    Attributes:
+        shapes: Of each input, at run time.
+        parameters: Compile-time parameters; a dtype by its name.
+    """
+
+    shapes: Mapping[str, Shape]
+    parameters: Mapping[str, Any]
+
+
+@attrs.frozen
+class Output:
+    """An output.
+
+    Attributes:
+        dtype: Its name, or the name of a dtype parameter.
+        shape: From the call.
+    """
+
+    dtype: str
+    shape: Callable[[Call], Shape]
+
+
+@attrs.frozen(eq=False)
+class Case:
+    """One input on which a kernel must equal its reference.
+
+    Attributes:
+        inputs: One array an input.
+        parameters: Those that the inputs do not tell.
+        name: For messages.
+    """
+
+    inputs: tuple[mx.array, ...]
+    parameters: Mapping[str, Any] = attrs.field(factory=dict)
+    name: str = ""
+
+
+@attrs.frozen(eq=False)
+class Kernel:
+    """One kernel.  Made once, at module level: what is compiled is kept as long as it lives.
+
+    Attributes:
+        name: Letters, digits and underscores.
+        body: In the dialect.
+        inputs: Dtype of each, or the name of a dtype parameter.
+        outputs: In order.
+        parameters: Accepted values of each compile-time parameter. A dtype parameter's are names of dtypes. Their
+            product, the number of variants, is at most 24; a length that grows is no parameter.
+        threads: Threads of a threadgroup, whole SIMD groups.
+        threadgroups: How many, for a call; the body guards the writes of surplus threads.
+        equals: The plain MLX reference: the same arrays and parameters, the same outputs.
+        cases: Inputs that show it.
+        exact: Whether outputs agree bit for bit; else within ``tolerance`` of the largest magnitude.
+        tolerance: See ``exact``.
+        check: Says why a call is not accepted, before anything is launched; nothing if it is.
+        header: Helper functions.
+        stands_for: The operation, such as ``"encode+pack"``.
+    """
+
+    name: str
+    body: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, Output]
+    threads: Callable[[Call], tuple[int, int, int]]
+    threadgroups: Callable[[Call], tuple[int, int, int]]
+    equals: Callable[..., Sequence[mx.array]]
+    cases: Callable[[], Iterable[Case]]
+    parameters: Mapping[str, tuple[Any, ...]] = attrs.field(factory=dict)
+    exact: bool = True
+    tolerance: float = 0.0
+    check: Callable[[Call], str] = attrs.field(default=lambda call: "")
+    header: str = ""
+    stands_for: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        wrong = _wrong(self)
+        if wrong:
+            raise PluginError(f"kernel {self.name!r}: {wrong}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kernel:
+        return self
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Kind of each compile-time parameter."""
+        return {name: _kind(values) for name, values in self.parameters.items()}
+
+    @property
+    def variants(self) -> list[dict[str, Any]]:
+        """Every accepted choice of the compile-time parameters."""
+        return [dict(zip(self.parameters, v, strict=True)) for v in itertools.product(*self.parameters.values())]
+
+    def __call__(self, *inputs: mx.array, backend: Backend | None = None, **parameters: Any) -> tuple[mx.array, ...]:
+        """Run it.
+
+        Args:
+            inputs: One array an input.
+            backend: By default the device's; ``"simulator"`` evaluates its inputs and runs at once.
+            parameters: Compile-time parameters that the inputs' dtypes do not tell.
+
+        Returns:
+            The outputs, lazy on a GPU.
+
+        Raises:
+            UnsupportedShapeError: a shape, dtype, parameter or device that the kernel is not for.
+            KernelError: the simulator found a broken rule.
+        """
+        from vq_core.kernels import backends
+
+        call = self.resolve(inputs, parameters)
+        chosen = backends.choose(backend)
+        shapes = [output.shape(call) for output in self.outputs.values()]
+        dtypes = [self.dtype_of(output.dtype, call) for output in self.outputs.values()]
+        if not any(math.prod(shape) for shape in shapes):
+            return tuple(mx.zeros(s, DTYPES[d]) for s, d in zip(shapes, dtypes, strict=True))
+        launch = Launch(call, shapes, dtypes, self.threadgroups(call), self.threads(call))
+        wrong = launch.wrong()
+        if wrong:
+            raise PluginError(f"kernel {self.name!r}: {wrong}")
+        return chosen.run(self, [x.reshape(1) if x.ndim == 0 else x for x in inputs], launch)
+
+    def resolve(self, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> Call:
+        """The call that these arrays and parameters are, checked.
+
+        Raises:
+            UnsupportedShapeError: naming what is wrong and what is accepted.
+        """
+        if len(inputs) != len(self.inputs):
+            raise UnsupportedShapeError(f"kernel {self.name} takes {', '.join(self.inputs)}: got {len(inputs)} arrays")
+        found = dict(parameters)
+        for (name, dtype), x in zip(self.inputs.items(), inputs, strict=True):
+            if not isinstance(x, mx.array):
+                raise UnsupportedShapeError(f"kernel {self.name}: {name} must be an MLX array, got {type(x).__name__}")
+            has = str(x.dtype).removeprefix("mlx.core.")
+            has = "bool_" if has == "bool" else has
+            if dtype in self.parameters:
+                if found.setdefault(dtype, has) != has:
+                    raise UnsupportedShapeError(f"kernel {self.name}: {name} is {has}, {dtype} is {found[dtype]}")
+            elif has != dtype:
+                raise UnsupportedShapeError(f"kernel {self.name}: {name} is {has}; accepted is {dtype}")
+        for name, accepted in self.parameters.items():
+            if name not in found:
+                raise UnsupportedShapeError(f"kernel {self.name} needs {name}=, one of {_listed(accepted)}")
+            if found[name] not in accepted or isinstance(found[name], bool) != isinstance(accepted[0], bool):
+                raise UnsupportedShapeError(
+                    f"kernel {self.name}: {name} {found[name]!r} is not accepted; accepted are {_listed(accepted)}"
+                )
+        extra = [name for name in found if name not in self.parameters]
+        if extra:
+            raise UnsupportedShapeError(f"kernel {self.name} has no parameter {', '.join(extra)}")
+        shapes = {name: tuple(x.shape) or (1,) for name, x in zip(self.inputs, inputs, strict=True)}
+        call = Call(shapes, {name: found[name] for name in self.parameters})
+        wrong = self.check(call)
+        if wrong:
+            raise UnsupportedShapeError(f"kernel {self.name}: {wrong}")
+        return call
+
+    def dtype_of(self, dtype: str, call: Call) -> str:
+        """A dtype's name, looked up where it is a parameter's."""
+        return str(call.parameters.get(dtype, dtype))
+
+
+@attrs.frozen
+class Launch:
+    """A checked call, ready to run."""
+
+    call: Call
+    shapes: Sequence[Shape]
+    dtypes: Sequence[str]
+    threadgroups: tuple[int, int, int]
+    threads: tuple[int, int, int]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Threads, as MLX counts a grid; whole threadgroups, so that no backend rounds it."""
+        x, y, z = (a * b for a, b in zip(self.threadgroups, self.threads, strict=True))
+        return x, y, z
+
+    def wrong(self) -> str:
+        """What is wrong with the grid, if anything."""
+        count = math.prod(self.threads)
+        if count % SIMD or not 0 < count <= MOST_THREADS:
+            return f"{self.threads} threads a threadgroup: their product must be a multiple of {SIMD}, at most 1024"
+        if any(n < 1 for n in self.threadgroups):
+            return f"{self.threadgroups} threadgroups for outputs {self.shapes}: each number must be 1 or more"
+        return ""
+
+
+def _kind(values: tuple[Any, ...]) -> Kind:
+    if all(isinstance(v, bool) for v in values):
+        return "bool"
+    return "dtype" if all(isinstance(v, str) for v in values) else "int"
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _wrong(kernel: Kernel) -> str:
+    """What would go wrong in MLX, and how to do it right; nothing if nothing would."""
+    if not re.fullmatch(r"[A-Za-z]\w*", kernel.name):
+        return "its name must be letters, digits and underscores"
+    for name, values in kernel.parameters.items():
+        strings = [v for v in values if isinstance(v, str)]
+        if not values or len({type(v) for v in values}) > 1 or any(v not in DTYPES for v in strings):
+            return f"parameter {name} must have accepted values of one kind: dtype names, whole numbers or bools"
+    for name, dtype in [*kernel.inputs.items(), *((n, o.dtype) for n, o in kernel.outputs.items())]:
+        if dtype not in DTYPES and not (dtype in kernel.parameters and kernel.kinds[dtype] == "dtype"):
+            return f"{name} is {dtype!r}, which is neither a dtype nor a dtype parameter"
+    if len(kernel.variants) > MOST_VARIANTS:
+        return f"{len(kernel.variants)} variants; at most {MOST_VARIANTS}: make a parameter a run-time number"
+    code = stripped(kernel.body)
+    if not any(attribute in code for attribute in ATTRIBUTES):
+        # With more than one output MLX then closes the signature after the first.
+        return f"its body names no attribute of the grid, such as {ATTRIBUTES[0]}"
+    for name in kernel.inputs:
+        for suffix in ("_shape", "_strides", "_ndim"):
+            # MLX looks for the plain text, so `k` would also get the arguments of `mask_shape`.
+            if re.search(rf"\w{name}{suffix}\b", code) and not re.search(rf"\b{name}{suffix}\b", code):
+                return f"the name of input {name!r} ends another input's {name}{suffix}: MLX would mix them up"
+    if not kernel.outputs:
+        return "it has no outputs"
+    return ""
+
+
+def stripped(text: str) -> str:
+    """Text without comments and indentation: MLX hashes all of it at every call."""
+    text = re.sub(r"/\*.*?\*/", " ", text, flags=re.DOTALL)
+    lines = (re.sub(r"//.*", "", line).strip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)
