@@ -139,6 +139,12 @@ class KiviCodes:
 @hookimpl
 def vq_encode(state: KiviState, x: mx.array) -> KiviCodes:
     """Group along tokens (keys) or channels (values), quantize.  NaN stays in its group, with code 0."""
+    found = quantize(state, x)
+    return KiviCodes(found.codes, *stored(state, found.scale, found.zero))
+
+
+def quantize(state: KiviState, x: mx.array) -> KiviCodes:
+    """Codes, and scale and zero as they are kept, in float32."""
     x = x.astype(mx.float32)
     if state.side == "keys":
         x = x.swapaxes(-1, -2)
@@ -146,32 +152,43 @@ def vq_encode(state: KiviState, x: mx.array) -> KiviCodes:
         x = mx.pad(x, [(0, 0)] * 3 + [(0, state.padded - state.head_dim)], mode="edge")
     groups = x.reshape(*x.shape[:-1], -1, state.group_size)
     low, high = groups.min(axis=-1), groups.max(axis=-1)
+    low = mx.where(low == 0, 0.0, low)  # a minimum does not promise which zero it is
     levels = 2**state.bits - 1
-    scale, zero = _stored(state, (high - low) / levels, low)
-    step, base = scale.astype(mx.float32)[..., None], zero.astype(mx.float32)[..., None]
+    scale, zero = kept(state, (high - low) / levels, low)
+    step, base = scale[..., None], zero[..., None]
     usable = (step > 0) & (step < mx.inf)
     steps = (groups - base) / mx.where(usable, step, 1.0)
     codes = mx.clip(mx.round(steps), 0, levels)
     return KiviCodes(mx.where(usable & (codes >= 0), codes, 0).astype(mx.uint32), scale, zero)
 
 
-def _stored(state: KiviState, scale: mx.array, zero: mx.array) -> tuple[mx.array, mx.array]:
-    """Scale and zero in the dtype they are kept in.
+def kept(state: KiviState, scale: mx.array, zero: mx.array) -> tuple[mx.array, mx.array]:
+    """Scale and zero as the store keeps them, still in float32.
 
     Each number is rounded to float16 where it fits, whatever the array's dtype, so that what a group stores does
-    not depend on its neighbours.  Only a bfloat16 model can hold numbers that do not fit; there, and only there,
-    a flush looks at the data, which waits for it.
+    not depend on its neighbours.  Only a bfloat16 model can hold numbers that do not fit.
     """
     if state.metadata == "float32":
         return scale, zero
-    if not state.may_widen:
-        return scale.astype(mx.float16), zero.astype(mx.float16)
-    fits = (mx.abs(zero) <= FLOAT16_MAX) & (scale <= FLOAT16_MAX)
-    finite = (mx.abs(zero) < mx.inf) & (scale < mx.inf)
-    if mx.all(fits | ~finite).item():
-        return scale.astype(mx.float16), zero.astype(mx.float16)
-    narrow = [mx.where(fits, a.astype(mx.float16).astype(mx.float32), a) for a in (scale, zero)]
-    return narrow[0], narrow[1]
+    fits: mx.array | bool = True
+    if state.may_widen:
+        fits = (mx.abs(zero) <= FLOAT16_MAX) & (scale <= FLOAT16_MAX)
+    found = [mx.where(fits, a.astype(mx.float16).astype(mx.float32), a) for a in (scale, zero)]
+    return found[0], found[1]
+
+
+def stored(state: KiviState, scale: mx.array, zero: mx.array) -> tuple[mx.array, mx.array]:
+    """Kept numbers in the dtype of the store.
+
+    For a bfloat16 model, and only there, a flush looks at the data, which waits for it.
+    """
+    if state.metadata == "float32":
+        return scale, zero
+    if state.may_widen:
+        outside = [(mx.abs(a) > FLOAT16_MAX) & (mx.abs(a) < mx.inf) for a in (scale, zero)]
+        if mx.any(outside[0] | outside[1]).item():
+            return scale, zero
+    return scale.astype(mx.float16), zero.astype(mx.float16)
 
 
 @hookimpl

@@ -44,10 +44,10 @@ def declaration(kernel: Kernel, backend: Backend) -> dict[str, Any]:
     """Arguments of ``mx.fast.metal_kernel`` or ``cuda_kernel``."""
     return {
         "name": kernel.name,
-        "input_names": list(kernel.inputs),
+        "input_names": list(kernel.arguments),
         "output_names": list(kernel.outputs),
         "header": prelude(backend) + stripped(kernel.header) + "\n",
-        "source": stripped(kernel.body) + "\n",
+        "source": stripped(kernel.text) + "\n",
     }
 
 

@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import attrs
@@ -34,6 +35,7 @@ ATTRIBUTES = (
 )  # fmt: skip
 MOST_THREADS = 1024
 SIMD = 32
+NUMBERS = "vq_numbers"
 
 
 @attrs.frozen
@@ -43,10 +45,12 @@ class Call:
     Attributes:
         shapes: Of each input, at run time.
         parameters: Compile-time parameters; a dtype by its name.
+        numbers: Run-time numbers.
     """
 
     shapes: Mapping[str, Shape]
     parameters: Mapping[str, Any]
+    numbers: Mapping[str, int]
 
 
 @attrs.frozen
@@ -68,7 +72,7 @@ class Case:
 
     Attributes:
         inputs: One array an input.
-        parameters: Those that the inputs do not tell.
+        parameters: Compile-time parameters that the inputs do not tell, and run-time numbers.
         name: For messages.
     """
 
@@ -88,6 +92,8 @@ class Kernel:
         outputs: In order.
         parameters: Accepted values of each compile-time parameter. A dtype parameter's are names of dtypes. Their
             product, the number of variants, is at most 24; a length that grows is no parameter.
+        numbers: Run-time numbers that shapes do not tell, such as a group size: whole, below 2**32, known to the body
+            by their names as ``uint``.
         threads: Threads of a threadgroup, whole SIMD groups.
         threadgroups: How many, for a call; the body guards the writes of surplus threads.
         equals: The plain MLX reference: the same arrays and parameters, the same outputs.
@@ -108,6 +114,7 @@ class Kernel:
     equals: Callable[..., Sequence[mx.array]]
     cases: Callable[[], Iterable[Case]]
     parameters: Mapping[str, tuple[Any, ...]] = attrs.field(factory=dict)
+    numbers: tuple[str, ...] = ()
     exact: bool = True
     tolerance: float = 0.0
     check: Callable[[Call], str] = attrs.field(default=lambda call: "")
@@ -132,13 +139,24 @@ class Kernel:
         """Every accepted choice of the compile-time parameters."""
         return [dict(zip(self.parameters, v, strict=True)) for v in itertools.product(*self.parameters.values())]
 
+    @property
+    def arguments(self) -> dict[str, str]:
+        """All inputs as the backends see them, with the run-time numbers as one more array."""
+        return dict(self.inputs) | ({NUMBERS: "uint32"} if self.numbers else {})
+
+    @property
+    def text(self) -> str:
+        """The body with the run-time numbers' names, on its own first line so that lines keep their numbers."""
+        named = "".join(f"const uint {name} = {NUMBERS}[{i}]; " for i, name in enumerate(self.numbers))
+        return named + self.body.lstrip("\n")
+
     def __call__(self, *inputs: mx.array, backend: Backend | None = None, **parameters: Any) -> tuple[mx.array, ...]:
         """Run it.
 
         Args:
             inputs: One array an input.
             backend: By default the device's; ``"simulator"`` evaluates its inputs and runs at once.
-            parameters: Compile-time parameters that the inputs' dtypes do not tell.
+            parameters: Compile-time parameters that the inputs' dtypes do not tell, and the run-time numbers.
 
         Returns:
             The outputs, lazy on a GPU.
@@ -159,7 +177,10 @@ class Kernel:
         wrong = launch.wrong()
         if wrong:
             raise PluginError(f"kernel {self.name!r}: {wrong}")
-        return chosen.run(self, [x.reshape(1) if x.ndim == 0 else x for x in inputs], launch)
+        arrays = [x.reshape(1) if x.ndim == 0 else x for x in inputs]
+        if self.numbers:
+            arrays.append(_number_array(tuple(call.numbers.values())))
+        return chosen.run(self, arrays, launch)
 
     def resolve(self, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> Call:
         """The call that these arrays and parameters are, checked.
@@ -169,7 +190,11 @@ class Kernel:
         """
         if len(inputs) != len(self.inputs):
             raise UnsupportedShapeError(f"kernel {self.name} takes {', '.join(self.inputs)}: got {len(inputs)} arrays")
-        found = dict(parameters)
+        found = {n: v for n, v in parameters.items() if n not in self.numbers}
+        numbers = {name: parameters.get(name) for name in self.numbers}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+                raise UnsupportedShapeError(f"kernel {self.name} needs {name}=, a whole number below 2**32: got {value!r}")
         for (name, dtype), x in zip(self.inputs.items(), inputs, strict=True):
             if not isinstance(x, mx.array):
                 raise UnsupportedShapeError(f"kernel {self.name}: {name} must be an MLX array, got {type(x).__name__}")
@@ -191,7 +216,7 @@ class Kernel:
         if extra:
             raise UnsupportedShapeError(f"kernel {self.name} has no parameter {', '.join(extra)}")
         shapes = {name: tuple(x.shape) or (1,) for name, x in zip(self.inputs, inputs, strict=True)}
-        call = Call(shapes, {name: found[name] for name in self.parameters})
+        call = Call(shapes, {name: found[name] for name in self.parameters}, numbers)  # type: ignore[arg-type]
         wrong = self.check(call)
         if wrong:
             raise UnsupportedShapeError(f"kernel {self.name}: {wrong}")
@@ -228,6 +253,14 @@ class Launch:
         return ""
 
 
+@lru_cache(maxsize=4096)
+def _number_array(numbers: tuple[int, ...]) -> mx.array:
+    """Kept: an array from Python costs more than a launch.  Eight at least, see docs/kernels/dialect.md."""
+    made = mx.array([*numbers, *[0] * (8 - len(numbers))], mx.uint32)
+    mx.eval(made)
+    return made
+
+
 def _kind(values: tuple[Any, ...]) -> Kind:
     if all(isinstance(v, bool) for v in values):
         return "bool"
@@ -260,6 +293,10 @@ def _wrong(kernel: Kernel) -> str:
             # MLX looks for the plain text, so `k` would also get the arguments of `mask_shape`.
             if re.search(rf"\w{name}{suffix}\b", code) and not re.search(rf"\b{name}{suffix}\b", code):
                 return f"the name of input {name!r} ends another input's {name}{suffix}: MLX would mix them up"
+    if len({*kernel.inputs, *kernel.outputs, *kernel.parameters, *kernel.numbers}) != sum(
+        map(len, (kernel.inputs, kernel.outputs, kernel.parameters, kernel.numbers))
+    ):
+        return "two of its inputs, outputs, parameters and numbers have one name"
     if not kernel.outputs:
         return "it has no outputs"
     return ""

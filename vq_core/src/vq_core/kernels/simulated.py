@@ -29,7 +29,7 @@ class Simulated:
         Raises:
             KernelError: the kernel broke a rule.
         """
-        arrays = {name: to_numpy(x) for name, x in zip(kernel.inputs, inputs, strict=True)}
+        arrays = {name: to_numpy(x) for name, x in zip(kernel.arguments, inputs, strict=True)}
         wanted = {
             name: (shape, _plain(dtype))
             for name, shape, dtype in zip(kernel.outputs, launch.shapes, launch.dtypes, strict=True)
@@ -52,8 +52,8 @@ def program(kernel: Kernel) -> Any:
     if kernel not in _programs:
         _programs[kernel] = simulator.Program(
             name=kernel.name,
-            body=kernel.body,
-            inputs={name: _plain(dtype) for name, dtype in kernel.inputs.items()},
+            body=kernel.text,
+            inputs={name: _plain(dtype) for name, dtype in kernel.arguments.items()},
             outputs={name: _plain(output.dtype) for name, output in kernel.outputs.items()},
             parameters=kernel.kinds,
             header=kernel.header,
