@@ -1,0 +1,1 @@
+"""Kernels: one source for Metal, CUDA and a simulator on any CPU."""
