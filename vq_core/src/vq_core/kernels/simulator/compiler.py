@@ -17,15 +17,18 @@ import attrs
 from vq_core.kernels.simulator.errors import SimulatorError
 from vq_core.kernels.simulator.program import Contract
 
-_COMMON = (
-    "-std=c++17 -x c++ -shared -fPIC -fvisibility=hidden -ffreestanding -fno-exceptions -fno-rtti -fno-math-errno "
-    "-fno-trapping-math -fno-stack-protector -fno-sanitize=undefined -fno-threadsafe-statics"
-).split()
+_COMMON = """
+    -std=c++17 -x c++ -shared -fPIC -fvisibility=hidden -ffreestanding -fno-exceptions -fno-rtti -fno-math-errno
+    -fno-trapping-math -fno-stack-protector -fno-sanitize=undefined -fno-threadsafe-statics
+"""
 # Mistakes that compile silently and differ on a GPU: a double literal that widens an expression, a private variable
 # that is read unwritten, a frame that does not fit a lane's stack.
-_ERRORS = "-Wdouble-promotion -Werror=double-promotion -Wuninitialized -Werror=uninitialized -Werror=return-type".split()
-_GCC_ERRORS = "-Wmaybe-uninitialized -Werror=maybe-uninitialized".split()
-_CLANG_ERRORS = "-Wsometimes-uninitialized -Werror=sometimes-uninitialized".split()
+_ERRORS = """
+    -Wdouble-promotion -Werror=double-promotion -Wuninitialized -Werror=uninitialized -Werror=return-type
+    -Wframe-larger-than=16384 -Werror=frame-larger-than=
+"""
+_GCC_ERRORS = "-Wmaybe-uninitialized -Werror=maybe-uninitialized"
+_CLANG_ERRORS = "-Wsometimes-uninitialized -Werror=sometimes-uninitialized"
 
 
 @attrs.frozen
@@ -44,8 +47,8 @@ class Compiler:
             # Zig would compile for this very processor; libraries may be shared by machines through a home folder.
             machine = ("-mcpu=x86_64_v3",) if self.family == "zig" else ("-mfma", "-msse4.1")
         link: tuple[str, ...] = () if sys.platform == "darwin" else ("-nostdlib",)
-        errors = (*_ERRORS, *(_GCC_ERRORS if self.family == "gcc" else _CLANG_ERRORS))
-        return (*_COMMON, *errors, *optimise, *machine, *link)
+        text = f"{_COMMON} {_ERRORS} {_GCC_ERRORS if self.family == 'gcc' else _CLANG_ERRORS}"
+        return (*text.split(), *optimise, *machine, *link)
 
 
 def find_compiler() -> Compiler:

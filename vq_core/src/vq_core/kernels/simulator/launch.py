@@ -83,7 +83,7 @@ def run(
         inputs: An array for each input, of the declared dtype; bfloat16 as uint16 bit patterns. Arrays that are not
             row-contiguous are copied. No 0-d arrays; arrays without elements are fine.
         outputs: Shape and dtype name of each output.
-        threadgroups: The number of threadgroups, each axis. (MLX's ``grid`` counts threads: grid = threadgroups * threads.)
+        threadgroups: Their number, each axis. (MLX's ``grid`` counts threads: it is threadgroups * threads.)
         threads: Threads of a threadgroup, each axis; a multiple of 32 in all, at most 1024.
         seed: 0 runs lanes and threadgroups in their natural order, each other number in an order of its own.
         contract: ``"fast"`` lets the compiler fuse multiply and add.
@@ -114,7 +114,9 @@ def run(
         except process.WorkerTimeout:
             raise _endless(call, launch, time_limit) from None
         except process.WorkerRefused as refused:
-            raise call.error("cache", f"its library cannot be loaded: {refused}. Remove {library} and try again.") from None
+            raise call.error(
+                "cache", f"its library cannot be loaded: {refused}. Remove {library} and try again."
+            ) from None
         if launch.report.kind:
             raise _reported(call, launch.report)
         results, owners = {}, {}
@@ -155,8 +157,8 @@ def _checked(
         if array.ndim == 0:
             raise declaration_error(
                 program.name,
-                f"input {name} has no dimension; such arrays are references in Metal and pointers in CUDA. Give it one: "
-                f"reshape(1)",
+                f"input {name} has no dimension; such arrays are references in Metal and pointers in CUDA. "
+                f"Give it one: reshape(1)",
             )
         arrays[name] = np.ascontiguousarray(array)
     made: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
@@ -164,14 +166,18 @@ def _checked(
         shape, given_dtype = outputs[name]
         dtype_name = program.dtype(declared_dtype, key)
         if given_dtype != dtype_name:
-            raise declaration_error(program.name, f"output {name} is asked for as {given_dtype}; it is declared {dtype_name}")
+            raise declaration_error(
+                program.name, f"output {name} is asked for as {given_dtype}; it is declared {dtype_name}"
+            )
         if any(not isinstance(n, int | np.integer) or n < 0 for n in shape):
             raise declaration_error(program.name, f"output {name} has shape {shape}; a shape is a tuple of ints from 0")
         made[name] = tuple(int(n) for n in shape), DTYPES[dtype_name][1]
     _check_grid(program, threadgroups, threads)
     if not 0 <= seed < 2**63:
         raise declaration_error(program.name, f"seed is {seed}; it is an int from 0")
-    return _Call(program, key, arrays, made, tuple(threadgroups), tuple(threads), seed, contract)
+    groups_x, groups_y, groups_z = threadgroups
+    x, y, z = threads
+    return _Call(program, key, arrays, made, (groups_x, groups_y, groups_z), (x, y, z), seed, contract)
 
 
 def _check_grid(program: Program, threadgroups: tuple[int, int, int], threads: tuple[int, int, int]) -> None:
@@ -182,12 +188,14 @@ def _check_grid(program: Program, threadgroups: tuple[int, int, int], threads: t
     if width % 32 or width > MAX_THREADS:
         raise declaration_error(
             program.name,
-            f"a threadgroup of {threads} has {width} threads; it needs a multiple of 32, at most {MAX_THREADS}, because "
+            f"a threadgroup of {threads} has {width} threads; it needs a multiple of 32, at most {MAX_THREADS}: "
             f"only whole SIMD groups behave alike on every device. The grid counts threads: launch whole threadgroups "
             f"and guard the spare threads with if (i < total)",
         )
     if math.prod(threadgroups) * width >= 2**32:
-        raise declaration_error(program.name, f"{threadgroups} threadgroups of {width} threads are more than 2^32 threads")
+        raise declaration_error(
+            program.name, f"{threadgroups} threadgroups of {width} threads are more than 2^32 threads"
+        )
 
 
 def _places(call: _Call) -> tuple[dict[str, _Place], int]:
@@ -236,27 +244,25 @@ def _reported(call: _Call, raw: Report) -> SimulatorError:
     memory = "output" if buffer in call.outputs else "input" if buffer else "threadgroup memory"
     report = raw.plain()
     kind, text = sentence(report, buffer, memory)
-    who = f"lane {report.lane} of threadgroup {report.group}"
-    return call.error(kind, f"{who} {text}", report.file, report.line)
+    return call.error(kind, text, report.file, report.line)
 
 
 def _whereabouts(launch: Launch) -> str:
     at = f"lane {launch.at_lane} of threadgroup {tuple(launch.at_group)}"
-    return f"{at}, last seen at line {launch.at_line}" if launch.at_line else at
+    return f"{at}, after the access or collective at line {launch.at_line}" if launch.at_line else at
 
 
 def _died(call: _Call, launch: Launch, reason: str) -> SimulatorError:
     why = _SIGNALS.get(reason, "something outside the kernel may have ended it (memory?)")
-    return call.error("crash", f"crashed ({reason}) in {_whereabouts(launch)}. Most likely {why}.", line=launch.at_line)
+    return call.error("crash", f"crashed ({reason}) in {_whereabouts(launch)}. Most likely {why}.")
 
 
 def _endless(call: _Call, launch: Launch, time_limit: float) -> SimulatorError:
     return call.error(
         "endless",
-        f"did not end within {time_limit:g} s and was stopped, in {_whereabouts(launch)}. Look for a loop whose condition "
-        f"never becomes false (unsigned counters are never below zero); a launch that is only large needs a higher "
+        f"did not end within {time_limit:g} s and was stopped, in {_whereabouts(launch)}. Look for a loop whose "
+        f"condition never becomes false (unsigned counters are never below zero); a launch that is only large needs a higher "
         f"time_limit.",
-        line=launch.at_line,
     )
 
 
@@ -266,18 +272,18 @@ def _complete(
     """The outputs, if each element has been written."""
     launched = math.prod(call.threadgroups) * math.prod(call.threads)
     for name, (shape, _) in call.outputs.items():
-        missing = np.flatnonzero(owners[name] == 0) if name in owners else np.arange(math.prod(shape))
+        total = math.prod(shape)
+        missing = np.flatnonzero(owners[name] == 0) if name in owners else np.arange(total)
         if not missing.size:
             continue
-        total = math.prod(shape)
-        grid = (
-            f" The launch has {launched} threads in threadgroups {call.threadgroups} of {call.threads}. If that is too few: "
-            f"grid counts threads, MLX divides it by the threadgroup, so one thread for each element (or 32 for each SIMD "
-            f"group) is asked for, not one for each group."
-        )
+        advice = "Write every element, in every branch; GPU memory holds stale values otherwise."
+        if launched < total or missing[-1] == total - 1:  # the end is missing: the launch may have been too small
+            advice += (
+                f" The launch has {launched} threads, threadgroups {call.threadgroups} of {call.threads}. If that is too "
+                f"few: grid counts threads, not threadgroups or groups of elements; MLX divides it by the threadgroup."
+            )
         raise call.error(
             "unwritten_output",
-            f"output {name}[{missing[0]}] never written, nor {missing.size - 1} more of its {total} elements. Write every "
-            f"element, in every branch; GPU memory holds stale values otherwise.{grid if launched < total or missing.size * 2 > total or missing[-1] == total - 1 else ''}",
+            f"output {name}[{missing[0]}] never written, nor {missing.size - 1} more of its {total} elements. {advice}",
         )
     return results

@@ -37,7 +37,9 @@ def build(programs: Mapping[Program, Sequence[tuple[object, ...]]], *, contract:
     """
     if contract not in ("off", "fast"):
         raise SimulatorError(f"contract is {contract!r}; it is 'off' or 'fast'", kind="declaration")
-    wanted = {program: [program.checked(tuple(values)) for values in instances] for program, instances in programs.items()}
+    wanted = {
+        program: [program.checked(tuple(values)) for values in instances] for program, instances in programs.items()
+    }
     text, entries = unit_text(wanted)
     library = compiled(text, contract, tuple(wanted))
     for (program, key), symbol in entries.items():
@@ -93,7 +95,7 @@ def compiled(text: str, contract: Contract, programs: tuple[Program, ...]) -> Pa
                 made.replace(library)
         except OSError as error:
             raise SimulatorError(
-                f"a compiled kernel cannot be written to {folder}: {error}. Set VQ_CACHE to a folder that can be written",
+                f"a compiled kernel cannot be written to {folder}: {error}. Set VQ_CACHE to another folder",
                 kind="cache",
             ) from None
     return library

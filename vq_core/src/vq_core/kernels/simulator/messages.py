@@ -17,103 +17,107 @@ KINDS: tuple[tuple[str, str, str], ...] = (
     ("", "", ""),
     (
         "divergence",
-        "{collective} in divergent flow: calls {op} while lane {other_lane} and others of its group wait at {other_op}, "
-        "{other_line}",
+        "{collective} in divergent flow: {who} calls {op} while lane {other_lane} and others of its group wait "
+        "at {other_op}, {other_line}",
         "{diverged}",
     ),
     (
         "divergence",
-        "{collective} in divergent flow: waits at {op} for ever, because {missing} lane(s) never arrive; lane "
+        "{collective} in divergent flow: {who} waits at {op} for ever, because {missing} lane(s) never arrive; lane "
         "{other_lane} {other_at}",
         "{diverged}",
     ),
     (
         "divergence",
-        "{collective} in divergent flow: meets lane {other_lane} at {op} in another round of the loop",
-        "A continue or break that only some lanes take lets lanes of different rounds meet: replace it by an if around "
-        "what is no {collective}",
+        "{collective} in divergent flow: {who} meets lane {other_lane} at {op} in another round of a loop, or through "
+        "another call of a helper",
+        "A continue, a break or an if that only some lanes take lets lanes of different rounds meet: {diverged_then}",
     ),
     (
         "not_uniform",
-        "calls {op} with {index} while lane {other_lane} calls it with {limit}",
+        "{who} calls {op} with {index} while lane {other_lane} calls it with {limit}",
         "The mask, delta, lane or flag of {op} is the same for all lanes; where each lane picks its own partner, use "
         "simd_shuffle",
     ),
-    ("no_such_lane", "asks {op} for lane, mask or delta {index}", "A SIMD group has lanes 0 to 31"),
+    ("no_such_lane", "{who} asks {op} for lane, mask or delta {index}", "A SIMD group has lanes 0 to 31"),
     (
         "read_outside",
-        "reads {memory} {name}[{index}], which has {limit} elements{wrapped}",
+        "{who} reads {memory} {name}[{index}], which has {limit} elements{wrapped}",
         "Missing bound check: clamp the index, {name}[min(i, total - 1u)], or guard the read with if (i < total)",
     ),
     (
         "write_outside",
-        "writes {memory} {name}[{index}], which has {limit} elements{wrapped}",
+        "{who} writes {memory} {name}[{index}], which has {limit} elements{wrapped}",
         "Missing bound check: guard the write with if (i < total); the last threadgroup has threads to spare",
     ),
     (
         "stale_output",
-        "reads output {name}[{index}] before this thread has written it",
+        "{who} reads output {name}[{index}] before this thread has written it",
         "An output starts with whatever lay in its memory, not with zeros: keep the running value in a variable and "
         "write it once",
     ),
     (
         "written_twice",
-        "writes output {name}[{index}], which {other} has written",
+        "{who} writes output {name}[{index}], which {other} has written",
         "Each element of an output has one writer: guard the write (if (lane == 0u)) or correct the index",
     ),
     (
         "read_others",
-        "reads output {name}[{index}], which {other} has written",
+        "{who} reads output {name}[{index}], which {other} has written",
         "Threads see each other's outputs in no order: exchange the value by a shuffle or threadgroup memory",
     ),
     (
         "misaligned",
-        "touches {memory} {name} through a vq_view at an index that is not a multiple of the vector's size (element {index} "
-        "of that size, rounded down)",
+        "{who} touches {memory} {name} through a vq_view at an index that is not a multiple of the vector's "
+        "size (element {index} of that size, rounded down)",
         "A vector of n elements starts at a multiple of n: vq_view<float4>(p + 4u * i)[0]",
     ),
     (
         "shared_outside",
-        "touches threadgroup memory {name}[{index}], which has {limit} elements{wrapped}",
+        "{who} touches threadgroup memory {name}[{index}], which has {limit} elements{wrapped}",
         "Declare more in VQ_SHARED({name}) or guard the access with if",
     ),
     (
         "shared_unwritten",
-        "reads threadgroup memory {name}[{index}], which no thread of this threadgroup has written",
-        "Threadgroup memory starts undefined: write every element that is read, then threadgroup_barrier, then read; if "
-        "another lane writes it, a barrier is missing between the two",
+        "{who} reads threadgroup memory {name}[{index}], which no thread of this threadgroup has written",
+        "Threadgroup memory starts undefined: write every element that is read, then threadgroup_barrier, then read; "
+        "if another lane writes it, a barrier is missing between the two",
     ),
-    ("race", "races: touches threadgroup memory {name}[{index}], which lane {other_lane} has read at {other_line}", "{race}"),
     (
         "race",
-        "races: touches threadgroup memory {name}[{index}], which lane {other_lane} has written at {other_line}",
+        "{who} races: touches threadgroup memory {name}[{index}], which lane {other_lane} has read at {other_line}",
+        "{race}",
+    ),
+    (
+        "race",
+        "{who} races: touches threadgroup memory {name}[{index}], which lane {other_lane} has written at {other_line}",
         "{race}",
     ),
     (
         "shared_size",
-        "declares {index} bytes of threadgroup memory up to {name}",
+        "{who} declares {index} bytes of threadgroup memory up to {name}",
         "{limit} bytes are what every device has: declare less, or hold half instead of float",
     ),
     (
         "local_outside",
-        "indexes the private array {name}[{index}], which has {limit} elements{wrapped}",
+        "{who} indexes the private array {name}[{index}], which has {limit} elements{wrapped}",
         "Declare more in VQ_LOCAL or correct the index",
     ),
     (
         "stack_full",
-        "has used up its stack of 32 KiB",
+        "{who} has used up its stack of 32 KiB",
         "Recursion is not in the dialect, and private arrays are kept in registers on a GPU: make them small",
     ),
     (
         "shape_outside",
-        "reads {name}[{index}], but the array has {limit} dimension(s){wrapped}",
+        "{who} reads {name}[{index}], but the array has {limit} dimension(s){wrapped}",
         "Give the array the dimensions that the body expects, or read {name} below its _ndim",
     ),
 )
 _RACE = (
     "No barrier lies between the two accesses (or it is in a condition, or lacks mem_threadgroup): put "
-    "threadgroup_barrier(mem_flags::mem_threadgroup) between them, or simdgroup_barrier within one SIMD group; a shuffle "
-    "is no fence"
+    "threadgroup_barrier(mem_flags::mem_threadgroup) between them, or simdgroup_barrier within one SIMD group; a "
+    "shuffle is no fence"
 )
 _OPS = (
     "nothing", "simd_shuffle", "simd_shuffle_xor", "simd_shuffle_up", "simd_shuffle_down", "simd_broadcast", "simd_sum",
@@ -166,7 +170,11 @@ def sentence(report: Report, buffer: str, memory: str) -> tuple[str, str]:
         "limit": report.limit,
         "name": buffer or report.name,
         "memory": memory,
-        "collective": "barrier" if barrier else "shuffle, vote or reduction",
+        "collective": "barrier" if barrier else "shuffle (or vote, or reduction)",
+        "who": f"lane {report.lane} of threadgroup {report.group}",
+        "diverged_then": "reach each barrier in each round, and guard only the reads and writes with if"
+        if barrier
+        else "reach each shuffle in each round, and guard only what is done with its result",
         "diverged": _GROUP_DIVERGED if barrier else _SIMD_DIVERGED,
         "race": _RACE,
         # A uint that went below zero is a number just below 2^32.

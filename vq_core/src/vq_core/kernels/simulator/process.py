@@ -40,7 +40,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="vq-simulator-")
+        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="vq-simulator-")  # noqa: SIM115 - lives as long as this
         self._process: subprocess.Popen[str] | None = None
         self.segment = self._map(_PAGE)
 

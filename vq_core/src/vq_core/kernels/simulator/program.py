@@ -84,7 +84,8 @@ class Program:
         for name in names:
             if names.count(name) > 1 or name in GRID_NAMES:
                 raise declaration_error(
-                    self.name, f"{name!r} is used twice (or is a grid name); every input, output and parameter has its own"
+                    self.name,
+                    f"{name!r} is used twice (or is a grid name); every input, output and parameter has its own",
                 )
         for name, kind in self.parameters.items():
             if kind not in ("dtype", "int", "bool"):

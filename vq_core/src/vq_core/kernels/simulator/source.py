@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 from vq_core.kernels.simulator.abi import Buffer, Launch
+from vq_core.kernels.simulator.instrument import helpers_with_collectives, instrument, without_comments
 from vq_core.kernels.simulator.program import DTYPES, GRID_NAMES, Program, declaration_error
 
 _TEMPLATE = {"dtype": "typename", "int": "int", "bool": "bool"}
 _MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 # Words of Metal that stand in a body but not in the dialect -> what to write.
 _FOREIGN = {
@@ -24,11 +24,6 @@ _FOREIGN = {
     r"\batomic_\w+": "a second kernel, or one thread for each output: atomics have no common form",
     r"\bdouble\b": "float: Metal has no double",
 }
-
-
-def without_comments(text: str) -> str:
-    """``text`` with comments blanked and line numbers kept."""
-    return _COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found.group()), text)
 
 
 def check_body(program: Program) -> None:
@@ -56,12 +51,12 @@ def _refuse(program: Program, body: str, foreign: Mapping[str, str]) -> None:
             )
 
 
-def unit_text(programs: Mapping[Program, Sequence[tuple[object, ...]]]) -> tuple[str, dict[tuple[Program, tuple[object, ...]], str]]:
+def unit_text(
+    programs: Mapping[Program, Sequence[tuple[object, ...]]],
+) -> tuple[str, dict[tuple[Program, tuple[object, ...]], str]]:
     """The text of one unit, and the entry symbol of each of its instances."""
-    parts = [
-        '#include "simulator.h"',
-        f'static_assert(sizeof(vq_launch) == {ctypes.sizeof(Launch)} && sizeof(vq_buffer) == {ctypes.sizeof(Buffer)}, "abi");',
-    ]
+    sizes = f"sizeof(vq_launch) == {ctypes.sizeof(Launch)} && sizeof(vq_buffer) == {ctypes.sizeof(Buffer)}"
+    parts = ['#include "simulator.h"', f'static_assert({sizes}, "abi.py and types.h differ");']
     entries: dict[tuple[Program, tuple[object, ...]], str] = {}
     for number, (program, instances) in enumerate(programs.items()):
         check_body(program)
@@ -88,18 +83,19 @@ def _body(program: Program) -> str:
     arguments += [f"const vq_out<{declared(dtype)}> {name}" for name, dtype in program.outputs.items()]
     template = ", ".join(f"{_TEMPLATE[kind]} {name}" for name, kind in program.parameters.items())
     body = without_comments(program.body)
+    helpers = helpers_with_collectives(program.header)
     # MLX too looks for these names in the body.
     grid = " ".join(f"const {text.format(name)};" for name, text in GRID_NAMES.items() if name in body)
     return "\n".join(
         [
             f'#line 1 "{program.name} header"',
-            program.header,
+            instrument(program.header, helpers, header=True),
             '#line 1 "entry"',
             f"template <{template}>" if template else "",
             f"static void body({', '.join(arguments)}) {{",
             f"const int vq_kernel_body = 0; (void)vq_kernel_body; {grid}",
             f'#line 1 "{program.name}"',
-            program.body,
+            instrument(program.body, helpers, header=False),
             '#line 1 "entry"',
             "}",
         ]

@@ -3,7 +3,8 @@
 #include "memory.h"
 #include "scheduler.h"
 
-// Lanes that meet at a collective must have made the same number of rounds of each VQ_FOR around it.
+// Lanes that meet at a collective must have made the same number of rounds of each loop around it, and have come through
+// the same calls of helpers. instrument.py puts these marks into the text; VQ_FOR brings its own.
 struct vq_rounds {
   uint64_t outer, round;
   bool once;
@@ -14,6 +15,12 @@ struct vq_rounds {
     vq_me->trip = (outer + ++round) * 0x9e3779b97f4a7c15ull;
     return true;
   }
+};
+struct vq_call {
+  uint64_t outer;
+  vq_call(vq_site site) : outer(vq_me->trip) { vq_me->trip = (outer + uint64_t(site.id) + 1) * 0xd1342543de82ef95ull; }
+  ~vq_call() { vq_me->trip = outer; }
+  vq_call(const vq_call&) = delete;
 };
 #define VQ_FOR_STEP(i, from, to, step)                                                        \
   for (vq_rounds i##_rounds; i##_rounds.once; i##_rounds.once = false)                        \

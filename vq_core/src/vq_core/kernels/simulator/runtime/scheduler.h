@@ -13,7 +13,7 @@ struct vq_lane {
   uint tid, simd, lane, op;
   int line;
   const char* file;
-  uint64_t trip;    // iterations of the VQ_FOR loops around, mixed to one number
+  uint64_t trip;    // rounds of the loops around and calls of helpers on the way, mixed to one number
   uint3 in_group, in_grid;
 };
 struct vq_meeting {  // a rendezvous of one SIMD group or of the threadgroup
