@@ -25,10 +25,11 @@ _COMMON = """
 # that is read unwritten, a frame that does not fit a lane's stack.
 _ERRORS = """
     -Wdouble-promotion -Werror=double-promotion -Wuninitialized -Werror=uninitialized -Werror=return-type
-    -Wframe-larger-than=16384 -Werror=frame-larger-than=
 """
-_GCC_ERRORS = "-Wmaybe-uninitialized -Werror=maybe-uninitialized"
-_CLANG_ERRORS = "-Wsometimes-uninitialized -Werror=sometimes-uninitialized"
+_GCC_ERRORS = "-Wmaybe-uninitialized -Werror=maybe-uninitialized -Werror=frame-larger-than=16384"
+_CLANG_ERRORS = """
+    -Wsometimes-uninitialized -Werror=sometimes-uninitialized -Wframe-larger-than=16384 -Werror=frame-larger-than
+"""
 
 
 @attrs.frozen

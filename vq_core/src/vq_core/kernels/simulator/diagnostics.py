@@ -18,7 +18,8 @@ _ADVICE: tuple[tuple[str, str], ...] = (
     ),
     ("vq_kernel_body", "threadgroup memory is declared in the body: pass it to the helper as VQ_SHARED_PTR(T)"),
     (
-        r"lvalue required as|expression is not assignable|passing 'const |no viable overloaded '[-+*/|&^]?='|cannot assign to",
+        r"lvalue required as|expression is not assignable|passing 'const |no viable overloaded '[-+*/|&^]?='"
+        r"|cannot assign to",
         "inputs are read-only: write to an output, or copy the value to a variable first",
     ),
     (

@@ -261,8 +261,8 @@ def _endless(call: _Call, launch: Launch, time_limit: float) -> SimulatorError:
     return call.error(
         "endless",
         f"did not end within {time_limit:g} s and was stopped, in {_whereabouts(launch)}. Look for a loop whose "
-        f"condition never becomes false (unsigned counters are never below zero); a launch that is only large needs a higher "
-        f"time_limit.",
+        f"condition never becomes false (unsigned counters are never below zero); a launch that is only large needs a "
+        f"higher time_limit.",
     )
 
 
@@ -279,8 +279,8 @@ def _complete(
         advice = "Write every element, in every branch; GPU memory holds stale values otherwise."
         if launched < total or missing[-1] == total - 1:  # the end is missing: the launch may have been too small
             advice += (
-                f" The launch has {launched} threads, threadgroups {call.threadgroups} of {call.threads}. If that is too "
-                f"few: grid counts threads, not threadgroups or groups of elements; MLX divides it by the threadgroup."
+                f" The launch has {launched} threads, threadgroups {call.threadgroups} of {call.threads}. If that is "
+                f"too few: grid counts threads, not threadgroups or groups of elements; MLX divides it by the threadgroup."
             )
         raise call.error(
             "unwritten_output",
