@@ -33,3 +33,7 @@ class CacheStateError(VQError, RuntimeError):
 
 class HostError(VQError, RuntimeError):
     """The host library (mlx-lm) is missing, or of a version whose cache protocol vq does not speak."""
+
+
+class KernelError(VQError, RuntimeError):
+    """A kernel that does not compile, breaks a rule of the dialect, or is launched with what it does not take."""
