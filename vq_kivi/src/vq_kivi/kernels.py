@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+import attrs
 import mlx.core as mx
 import numpy as np
 
@@ -33,9 +34,19 @@ VQ_FN float kivi_code(float v, float step, float base, float levels) {
 }
 """
 
-PACK_KEYS = """
-// x (B, H, n, D) -> codes (B, H, D, n * bits / 32), scale and zero (B, H, D, n / group).
-// One thread owns a group of tokens of one channel; neighbours take neighbouring channels.
+KEEP = """
+if (sizeof(M) == 2) {
+  step = kivi_rounded(step);
+  low = kivi_rounded(low);
+} else if (sizeof(T) == 2 && fabs(low) <= 65504.0f && step <= 65504.0f) {
+  step = kivi_rounded(step);
+  low = kivi_rounded(low);
+}
+"""
+"""Scale and zero as the store keeps them: what the codes are computed from."""
+
+KEYS_RANGE = """
+// x (B, H, n, D). One thread owns a group of tokens of one channel; neighbours take neighbouring channels.
 const uint heads = uint(x_shape[0]) * uint(x_shape[1]), n = x_shape[2], D = x_shape[3];
 const uint groups = n / size, total = heads * groups * D;
 const uint i = thread_position_in_grid.x;
@@ -50,24 +61,20 @@ if (i < total) {
     low = min(low, v);
     high = max(high, v);
   }
-  low = low == 0.0f ? 0.0f : low;
-  float step = vq_div(vq_sub(high, low), float((1u << bits) - 1u));
-  step = bad ? NAN : step;
-  low = bad ? NAN : low;
-  if (sizeof(M) == 2) {
-    step = kivi_rounded(step);
-    low = kivi_rounded(low);
-  } else if (sizeof(T) == 2 && fabs(low) <= 65504.0f && step <= 65504.0f) {
-    step = kivi_rounded(step);
-    low = kivi_rounded(low);
-  }
+  const float levels = float((1u << bits) - 1u);
+  low = bad ? NAN : low == 0.0f ? 0.0f : low;
+  float step = bad ? NAN : vq_div(vq_sub(high, low), levels);
+""" + KEEP
+
+PACK_KEYS = KEYS_RANGE + """
+  // codes (B, H, D, n * bits / 32), scale and zero (B, H, D, n / group).
   const uint words = size * uint(bits) / 32u;
   const uint row = h * D + d;
   uint place = row * groups * words + g * words;
   uint word = 0u, filled = 0u;
   for (uint t = 0u; t < size; ++t) {
     const float v = float(x[first + t * D]);
-    const uint q = uint(kivi_code(v, step, low, float((1u << bits) - 1u)));
+    const uint q = uint(kivi_code(v, step, low, levels));
     word |= q << filled;
     filled += uint(bits);
     if (filled >= 32u) {
@@ -82,22 +89,29 @@ if (i < total) {
 }
 """
 
-PACK_VALUES = """
-// x (B, H, n, D) -> codes (B, H, n, P * bits / 32), scale and zero (B, H, n, P / group); P is D filled up to whole groups.
-// A lane owns four neighbouring channels; the lanes of a group find its range by shuffles.
+ROUND_KEYS = KEYS_RANGE + """
+  for (uint t = 0u; t < size; ++t) {
+    const float v = float(x[first + t * D]);
+    y[first + t * D] = vq_add(vq_mul(kivi_code(v, step, low, levels), step), low);
+  }
+}
+"""
+
+VALUES_RANGE = """
+// x (B, H, n, D). A lane owns four neighbouring channels; the lanes of a group find its range by shuffles.
 const uint rows = uint(x_shape[0]) * uint(x_shape[1]) * uint(x_shape[2]), D = x_shape[3];
 const uint groups = (D + size - 1u) / size, total = rows * groups;
 const uint lanes = size / 4u, lane = thread_index_in_simdgroup, member = lane % lanes;
 const uint unit = (threadgroup_position_in_grid.x * simdgroups_per_threadgroup + simdgroup_index_in_threadgroup)
                 * (32u / lanes) + lane / lanes;
 const uint u = min(unit, total - 1u);  // surplus lanes repeat the last group and write nothing
-const uint row = u / groups, g = u % groups;
+const uint row = u / groups, channel = u % groups * size + member * 4u;
 VQ_LOCAL(float, v, 4);
 float low = INFINITY, high = -INFINITY;
 uint bad = 0u;
 for (uint k = 0u; k < 4u; ++k) {
-  v[k] = float(x[row * D + min(g * size + member * 4u + k, D - 1u)]);
-  const float w = v[k];
+  const float w = float(x[row * D + min(channel + k, D - 1u)]);  // a group that does not fill repeats the edge
+  v[k] = w;
   bad |= w != w ? 1u : 0u;
   low = min(low, w);
   high = max(high, w);
@@ -107,24 +121,20 @@ for (uint o = lanes / 2u; o > 0u; o >>= 1) {
   high = max(high, simd_shuffle_xor(high, o));
   bad |= simd_shuffle_xor(bad, o);
 }
-low = low == 0.0f ? 0.0f : low;
-float step = vq_div(vq_sub(high, low), float((1u << bits) - 1u));
-step = bad != 0u ? NAN : step;
-low = bad != 0u ? NAN : low;
-if (sizeof(M) == 2) {
-  step = kivi_rounded(step);
-  low = kivi_rounded(low);
-} else if (sizeof(T) == 2 && fabs(low) <= 65504.0f && step <= 65504.0f) {
-  step = kivi_rounded(step);
-  low = kivi_rounded(low);
-}
+const float levels = float((1u << bits) - 1u);
+low = bad != 0u ? NAN : low == 0.0f ? 0.0f : low;
+float step = bad != 0u ? NAN : vq_div(vq_sub(high, low), levels);
+""" + KEEP
+
+PACK_VALUES = VALUES_RANGE + """
+// codes (B, H, n, P * bits / 32), scale and zero (B, H, n, P / group); P is D filled up to whole groups.
 // Four codes are `4 * bits` bits of the group's stream, at bit `member * 4 * bits`.
 uint mine = 0u;
 for (uint k = 0u; k < 4u; ++k) {
   const float w = v[k];
-  mine |= uint(kivi_code(w, step, low, float((1u << bits) - 1u))) << (k * uint(bits));
+  mine |= uint(kivi_code(w, step, low, levels)) << (k * uint(bits));
 }
-const uint words = size * uint(bits) / 32u, out = (row * groups + g) * words;
+const uint out = u * (size * uint(bits) / 32u);
 if (bits == 3) {
   // 8 lanes make 3 words; a lane's 12 bits may lie across two of them.
   const uint at = member % 8u * 12u;
@@ -146,6 +156,13 @@ if (bits == 3) {
 if (unit < total && member == 0u) {
   scale[u] = M(step);
   zero[u] = M(low);
+}
+"""
+
+ROUND_VALUES = VALUES_RANGE + """
+for (uint k = 0u; k < 4u; ++k) {
+  const float w = v[k];
+  if (unit < total && channel + k < D) y[row * D + channel + k] = vq_add(vq_mul(kivi_code(w, step, low, levels), step), low);
 }
 """
 
@@ -205,6 +222,16 @@ def _packed(side: Side) -> Callable[..., tuple[mx.array, ...]]:
         return method.vq_pack(state, found)["codes"], found.scale.astype(dtype), found.zero.astype(dtype)
 
     return pack
+
+
+def _rounded(side: Side) -> Callable[..., tuple[mx.array, ...]]:
+    def both(x: mx.array, *, bits: int, size: int, **rest: object) -> tuple[mx.array, ...]:
+        state = _state(side, bits, size, x.shape[3], _name(x))
+        found = method.quantize(state, x)
+        packed = method.vq_pack(state, found)
+        return (method.vq_decode(state, packed),)
+
+    return both
 
 
 def _unpacked(side: Side) -> Callable[..., tuple[mx.array, ...]]:
@@ -357,6 +384,19 @@ def _packer(side: Side) -> Kernel:
     )
 
 
+def _rounder(side: Side) -> Kernel:
+    """What the values become: quantized and dequantized without being stored, as published KIVI kernels compute."""
+    packer = PACK[side]
+    return attrs.evolve(
+        packer,
+        name=f"kivi_round_{side}",
+        stands_for="encode+decode",
+        body=ROUND_KEYS if side == "keys" else ROUND_VALUES,
+        outputs={"y": Output("float32", lambda call: call.shapes["x"])},
+        equals=_rounded(side),
+    )
+
+
 def _unpacker(side: Side) -> Kernel:
     shape = _dense_keys if side == "keys" else _dense_values
     return Kernel(
@@ -376,5 +416,6 @@ def _unpacker(side: Side) -> Kernel:
 
 
 PACK = {side: _packer(side) for side in SIDES}
+ROUND = {side: _rounder(side) for side in SIDES}
 UNPACK = {side: _unpacker(side) for side in SIDES}
-KERNELS = (*PACK.values(), *UNPACK.values())
+KERNELS = (*PACK.values(), *ROUND.values(), *UNPACK.values())

@@ -35,7 +35,7 @@ ATTRIBUTES = (
 )  # fmt: skip
 MOST_THREADS = 1024
 SIMD = 32
-NUMBERS = "vq_numbers"
+NUMBERS = "run_numbers"
 
 
 @attrs.frozen

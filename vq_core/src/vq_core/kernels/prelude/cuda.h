@@ -4,6 +4,12 @@
 typedef unsigned int uint;
 typedef unsigned short ushort;
 typedef unsigned char uchar;
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+#ifndef NAN
+#define NAN __int_as_float(0x7fc00000)
+#endif
 #define VQ_SHARED(T, name, n) __shared__ T name[n]
 #define VQ_SHARED_PTR(T) T*
 #define VQ_GLOBAL(T) const T*

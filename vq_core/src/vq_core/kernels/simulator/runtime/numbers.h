@@ -14,6 +14,9 @@ VQ_FN float vq_opaque(float x) {
 VQ_FN float vq_mul(float a, float b) { return vq_opaque(a * b); }
 VQ_FN float vq_add(float a, float b) { return vq_opaque(vq_opaque(a) + vq_opaque(b)); }
 VQ_FN float vq_sub(float a, float b) { return vq_opaque(vq_opaque(a) - vq_opaque(b)); }
+VQ_FN float vq_div(float a, float b) { return vq_opaque(a) / vq_opaque(b); }  // to nearest, under fast math too
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
 
 // Conversions in integers, so that any compiler and processor gives the same bits; to nearest, ties to even.
 VQ_FN ushort vq_half_bits(float f) {
