@@ -179,7 +179,7 @@ class Kernel:
             raise PluginError(f"kernel {self.name!r}: {wrong}")
         arrays = [x.reshape(1) if x.ndim == 0 else x for x in inputs]
         if self.numbers:
-            arrays.append(_number_array(tuple(call.numbers.values())))
+            arrays.append(number_array(tuple(call.numbers.values())))
         return chosen.run(self, arrays, launch)
 
     def resolve(self, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> Call:
@@ -254,7 +254,7 @@ class Launch:
 
 
 @lru_cache(maxsize=4096)
-def _number_array(numbers: tuple[int, ...]) -> mx.array:
+def number_array(numbers: tuple[int, ...]) -> mx.array:
     """Kept: an array from Python costs more than a launch.  Eight at least, see docs/kernels/dialect.md."""
     made = mx.array([*numbers, *[0] * (8 - len(numbers))], mx.uint32)
     mx.eval(made)
