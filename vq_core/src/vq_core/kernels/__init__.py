@@ -2,5 +2,6 @@
 
 from vq_core.kernels.backends import choose, device_backend
 from vq_core.kernels.kernel import Call, Case, Kernel, Output
+from vq_core.kernels.offers import KernelOffer
 
-__all__ = ["Call", "Case", "Kernel", "Output", "choose", "device_backend"]
+__all__ = ["Call", "Case", "Kernel", "KernelOffer", "Output", "choose", "device_backend"]

@@ -168,7 +168,13 @@ class Kernel:
         from vq_core.kernels import backends
 
         call = self.resolve(inputs, parameters)
-        chosen = backends.choose(backend)
+        return self._run(backends.choose(backend), inputs, call)
+
+    def run_on(self, runner: Any, *inputs: mx.array, **parameters: Any) -> tuple[mx.array, ...]:
+        """As a call, on a :class:`~vq_core.kernels.backends.Runner` at hand, such as a simulator of another seed."""
+        return self._run(runner, inputs, self.resolve(inputs, parameters))
+
+    def _run(self, runner: Any, inputs: Sequence[mx.array], call: Call) -> tuple[mx.array, ...]:
         shapes = [output.shape(call) for output in self.outputs.values()]
         dtypes = [self.dtype_of(output.dtype, call) for output in self.outputs.values()]
         if not any(math.prod(shape) for shape in shapes):
@@ -180,7 +186,8 @@ class Kernel:
         arrays = [x.reshape(1) if x.ndim == 0 else x for x in inputs]
         if self.numbers:
             arrays.append(number_array(tuple(call.numbers.values())))
-        return chosen.run(self, arrays, launch)
+        found: tuple[mx.array, ...] = runner.run(self, arrays, launch)
+        return found
 
     def resolve(self, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> Call:
         """The call that these arrays and parameters are, checked.

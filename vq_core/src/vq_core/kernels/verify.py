@@ -1,0 +1,129 @@
+"""Every kernel against its reference: what ``vq verify`` runs, and every method's test suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+from vq_core.errors import VQError
+from vq_core.kernels.backends import Runner
+from vq_core.kernels.kernel import Case, Kernel
+
+
+@attrs.frozen
+class Verdict:
+    """One kernel on one backend.
+
+    Attributes:
+        method: Whose it is; ``"core"`` for the core's own.
+        kernel: Its name.
+        stands_for: The operation.
+        backend: Where it ran.
+        configurations: Cases that were compared.
+        identical: Whether all of them were, bit for bit (any NaN equals any other).
+        max_difference: The largest difference over the largest magnitude of its reference, 0 where identical.
+        passed: Identical, or within the tolerance that the kernel states.
+        differing: Cases that did not pass.
+        first: The first of them, with its output, in words.
+        error: What stopped it, if anything did.
+    """
+
+    method: str
+    kernel: str
+    stands_for: str
+    backend: str
+    configurations: int = 0
+    identical: bool = True
+    max_difference: float = 0.0
+    passed: bool = True
+    differing: int = 0
+    first: str = ""
+    error: str = ""
+
+
+def verify(method: str, kernel: Kernel, backend: str, runner: Runner, limit: int | None = None) -> Verdict:
+    """Run a kernel's cases (at most ``limit``, spread over all) and compare them with the reference, computed on the CPU."""
+    verdict = Verdict(method, kernel.name, kernel.stands_for, backend)
+    for case in _spread(kernel.cases(), limit):
+        try:
+            got = kernel.run_on(runner, *case.inputs, **case.parameters)
+            with mx.stream(mx.cpu):
+                want = tuple(kernel.equals(*case.inputs, **case.parameters))
+                mx.eval(want)
+            mx.eval(got)
+        except (VQError, RuntimeError, ValueError) as error:  # MLX reports a failed compilation as either of the last two
+            return attrs.evolve(verdict, passed=False, identical=False, error=f"{case.name}: {error}")
+        verdict = _add(verdict, kernel, case, got, want)
+    return verdict
+
+
+def _add(
+    verdict: Verdict, kernel: Kernel, case: Case, got: Sequence[mx.array], want: Sequence[mx.array]
+) -> Verdict:
+    worst, said = 0.0, ""
+    identical = True
+    for name, a, b in zip(kernel.outputs, got, want, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            worst, identical, said = float("inf"), False, f"{name} is {a.shape} {a.dtype}, not {b.shape} {b.dtype}"
+            break
+        if same_bits(a, b):
+            continue
+        identical = False
+        difference = relative(a, b)
+        if difference >= worst:
+            worst, said = difference, f"{name} differs by {difference:.2e}"
+    passed = identical or (not kernel.exact and worst <= kernel.tolerance)
+    return attrs.evolve(
+        verdict,
+        configurations=verdict.configurations + 1,
+        identical=verdict.identical and identical,
+        max_difference=max(verdict.max_difference, worst),
+        passed=verdict.passed and passed,
+        differing=verdict.differing + (not passed),
+        first=verdict.first or ("" if passed else f"{case.name}: {said}"),
+    )
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    """Whether two arrays of one shape and dtype hold the same bits, any NaN being as good as another."""
+    x, y = _numbers(a), _numbers(b)
+    equal = _bits(a) == _bits(b)
+    if mx.issubdtype(a.dtype, mx.floating):
+        equal |= np.isnan(x) & np.isnan(y)
+    return bool(equal.all())
+
+
+def relative(a: mx.array, b: mx.array) -> float:
+    """The largest difference over the largest finite magnitude of ``b``; infinite where one has a NaN or Inf alone."""
+    x, y = _numbers(a).astype(np.float64), _numbers(b).astype(np.float64)
+    finite = np.isfinite(x) & np.isfinite(y)
+    with np.errstate(invalid="ignore"):
+        alike = finite | (x == y) | (np.isnan(x) & np.isnan(y))
+    if not alike.all():
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    return float(np.abs(x - y)[finite].max() / max(float(np.abs(y)[finite].max()), 1e-30))
+
+
+def _numbers(a: mx.array) -> np.ndarray[Any, Any]:
+    return np.array(a.astype(mx.float32) if a.dtype == mx.bfloat16 else a)
+
+
+def _bits(a: mx.array) -> np.ndarray[Any, Any]:
+    unsigned = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[a.dtype.size]
+    return np.array(a.view(unsigned))
+
+
+def _spread(cases: Iterable[Case], limit: int | None) -> Iterator[Case]:
+    if limit is None:
+        yield from cases
+        return
+    found = list(cases)
+    step = max(1, len(found) // limit)
+    yield from islice(found[::step], limit)
