@@ -248,6 +248,9 @@ def _reported(call: _Call, raw: Report) -> SimulatorError:
 
 
 def _whereabouts(launch: Launch) -> str:
+    groups = zip(launch.at_group, launch.threadgroups, strict=True)
+    if launch.at_lane >= MAX_THREADS or any(at >= count for at, count in groups):
+        return "a lane that is not known, because the kernel has overwritten the record of it"
     at = f"lane {launch.at_lane} of threadgroup {tuple(launch.at_group)}"
     return f"{at}, after the access or collective at line {launch.at_line}" if launch.at_line else at
 
@@ -279,8 +282,8 @@ def _complete(
         advice = "Write every element, in every branch; GPU memory holds stale values otherwise."
         if launched < total or missing[-1] == total - 1:  # the end is missing: the launch may have been too small
             advice += (
-                f" The launch has {launched} threads, threadgroups {call.threadgroups} of {call.threads}. If that is "
-                f"too few: grid counts threads, not threadgroups or groups of elements; MLX divides it by the threadgroup."
+                f" The launch has {launched} threads, threadgroups {call.threadgroups} of {call.threads}. If "
+                f"that is too few: grid counts threads, not threadgroups or groups of elements; MLX divides it by the threadgroup."
             )
         raise call.error(
             "unwritten_output",
