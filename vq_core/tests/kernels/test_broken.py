@@ -377,7 +377,7 @@ PROBES: dict[str, tuple[str, str, tuple[str, ...], int | None]] = {
     "a private array out of bounds": (
         "VQ_LOCAL(float, p, 4);\nfor (uint k = 0; k < 5u; ++k) p[k] = a;",
         "local_outside",
-        ("private array p[4], which has 4 elements", "correct the index"),
+        ("private array or table p[4], which has 4 elements", "correct the index"),
         1,
     ),
     "more dimensions than there are": ("a += float(x_shape[1]);", "shape_outside", ("x_shape[1]", "1 dimension(s)"), 0),
@@ -410,6 +410,15 @@ def test_one_helper_called_in_two_branches() -> None:
             result("if (lane < 4u) a = both(a);\nelse a = both(a);", header, seed=seed)
         assert "kernel 'probe', header line 2: " in str(caught.value)
         assert result("a = both(both(a)) + both(a);\nfor (uint k = 0; k < 2u; ++k) a = both(a);", header).size
+
+
+def test_a_table_of_constants() -> None:
+    header = "VQ_CONSTANT(float, LEVELS, 4) = {-1.5f, -0.5f, 0.5f, 1.5f};"
+    want = np.take(np.array([-1.5, -0.5, 0.5, 1.5], np.float32), np.arange(128) % 4)
+    assert np.array_equal(result("a = LEVELS[lane & 3u];", header), want)
+    for seed in SEEDS:
+        with pytest.raises(SimulatorError, match=r"table LEVELS\[\d+\], which has 4 elements"):
+            result("a = LEVELS[lane & 7u];", header, seed=seed)
 
 
 LEGAL = {

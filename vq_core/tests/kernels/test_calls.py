@@ -34,7 +34,7 @@ DECLARATIONS = {
 def test_declarations(what: str) -> None:
     change, message = DECLARATIONS[what]
     with pytest.raises(SimulatorError, match=message) as caught:
-        Program(**{**ONE, **change})  # type: ignore[arg-type]
+        Program(**{**ONE, **change})
     assert caught.value.kind == "declaration"
     assert isinstance(caught.value, KernelError)
 
@@ -76,7 +76,7 @@ CALLS = {
 @pytest.mark.parametrize("what", CALLS)
 def test_calls(what: str) -> None:
     change, message = CALLS[what]
-    program = Program(**ONE)  # type: ignore[arg-type]
+    program = Program(**ONE)
     call = {**GOOD, **change}
     with pytest.raises(SimulatorError, match=message):
         run(program, call.pop("arguments"), call.pop("inputs"), call.pop("outputs"), **call)
@@ -95,7 +95,7 @@ def test_values_of_parameters() -> None:
 
 
 def test_programs_are_equal_by_content() -> None:
-    one, same = Program(**ONE), Program(**ONE)  # type: ignore[arg-type]
+    one, same = Program(**ONE), Program(**ONE)
     assert one == same
     assert hash(one) == hash(same)
-    assert one != Program(**{**ONE, "outputs": {"y": "float32"}})  # type: ignore[arg-type]
+    assert one != Program(**{**ONE, "outputs": {"y": "float32"}})

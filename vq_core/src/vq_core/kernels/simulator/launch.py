@@ -283,7 +283,8 @@ def _complete(
         if launched < total or missing[-1] == total - 1:  # the end is missing: the launch may have been too small
             advice += (
                 f" The launch has {launched} threads, threadgroups {call.threadgroups} of {call.threads}. If "
-                f"that is too few: grid counts threads, not threadgroups or groups of elements; MLX divides it by the threadgroup."
+                f"that is too few: grid counts threads, not threadgroups or groups of elements; "
+                f"MLX divides it by the threadgroup."
             )
         raise call.error(
             "unwritten_output",
