@@ -412,6 +412,15 @@ def test_one_helper_called_in_two_branches() -> None:
         assert result("a = both(both(a)) + both(a);\nfor (uint k = 0; k < 2u; ++k) a = both(a);", header).size
 
 
+def test_rounds_count_where_the_condition_calls_a_helper() -> None:
+    header = "VQ_FN uint most(uint n) { return simd_max(n); }"
+    loop = "for (uint k = 0; k < most(4u); ++k) {{ if ({}) a += simd_shuffle_xor(a, 1u); }}"
+    for seed in SEEDS:
+        with pytest.raises(SimulatorError, match="in divergent flow"):
+            result(loop.format("(lane ^ k) & 1u"), header, seed=seed)
+        assert result(loop.format("k & 1u"), header, seed=seed).size
+
+
 def test_a_table_of_constants() -> None:
     header = "VQ_CONSTANT(float, LEVELS, 4) = {-1.5f, -0.5f, 0.5f, 1.5f};"
     want = np.take(np.array([-1.5, -0.5, 0.5, 1.5], np.float32), np.arange(128) % 4)

@@ -64,6 +64,7 @@ CALLS = {
     ),
     "a negative size": ({"outputs": {"y": ((-1,), "float32")}}, "a shape is a tuple of ints from 0"),
     "two axes": ({"threads": (32, 1)}, "threads is .* three ints"),
+    "a count that is no int": ({"threads": (32.0, 1, 1)}, "threads is .* three ints"),
     "a negative count": ({"threadgroups": (1, -1, 1)}, "threadgroups is .* three ints"),
     "too many": ({"threadgroups": (2**16, 2**16, 1)}, "more than 2\\^32 threads"),
     "half a SIMD group": ({"threads": (48, 1, 1)}, "needs a multiple of 32"),

@@ -41,6 +41,21 @@ def test_a_crash_is_an_error(what: str) -> None:
     assert advice in str(caught.value)
 
 
+def test_a_stack_that_is_used_up_is_an_error() -> None:
+    header = """\
+VQ_FN float deeper(float a, uint n) {
+  volatile float here[8];
+  here[n & 7u] = a;
+  return n ? deeper(a + 1.0f, n - 1u) + here[n & 7u] : a;
+}"""
+    for seed in range(3):
+        with pytest.raises(
+            SimulatorError, match=r"lane 40 of threadgroup .* has used up its stack of 32 KiB"
+        ) as caught:
+            result("if (t == 40u) a = deeper(a, 900u);", header, seed=seed)
+        assert caught.value.kind == "stack_full"
+
+
 @pytest.mark.skipif(os.uname().machine not in ("x86_64", "AMD64"), reason="only x86 traps a division by zero")
 def test_a_division_by_zero_is_an_error() -> None:
     place = r"in lane 0 of threadgroup \(0, 0, 0\), after the access or collective at line 2"
@@ -100,6 +115,11 @@ def test_a_forked_child_has_a_worker_of_its_own() -> None:
     finally:
         parent._owner = owner
         parent.close()
+
+
+def test_arrays_that_do_not_fit_are_an_error_and_nothing_else() -> None:
+    with pytest.raises(SimulatorError, match=r"do not fit into the folder for temporary files: .* set TMPDIR"):
+        process.worker().reserve(1 << 62)
 
 
 def test_large_arrays_grow_the_segment() -> None:

@@ -97,8 +97,10 @@ def run(
             unwritten, or the call does not fit the declarations.
     """
     call = _checked(program, arguments, inputs, outputs, threadgroups, threads, seed, contract)
-    if not time_limit > 0:
-        raise declaration_error(program.name, f"time_limit is {time_limit}; it is a number of seconds above 0")
+    if not 0 < time_limit <= 1e6:
+        raise declaration_error(
+            program.name, f"time_limit is {time_limit}; it is a number of seconds above 0, up to 1e6"
+        )
     if not all(threadgroups):
         return _complete(call, {name: np.zeros(shape, dtype) for name, (shape, dtype) in call.outputs.items()}, {})
     library, symbol = entry(program, call.key, contract)
@@ -182,7 +184,7 @@ def _checked(
 
 def _check_grid(program: Program, threadgroups: tuple[int, int, int], threads: tuple[int, int, int]) -> None:
     for name, value, least in (("threadgroups", threadgroups, 0), ("threads", threads, 1)):
-        if len(value) != 3 or any(n < least for n in value):
+        if len(value) != 3 or any(not isinstance(n, int | np.integer) or n < least for n in value):
             raise declaration_error(program.name, f"{name} is {value}; it is three ints, each at least {least}")
     width = math.prod(threads)
     if width % 32 or width > MAX_THREADS:

@@ -15,6 +15,8 @@ import threading
 from pathlib import Path
 from typing import IO
 
+from vq_core.kernels.simulator.errors import SimulatorError
+
 _WORKER = Path(__file__).with_name("worker.py")
 _PAGE = 1 << 20
 
@@ -45,7 +47,16 @@ class Worker:
         self.segment = self._map(_PAGE)
 
     def _map(self, size: int) -> mmap.mmap:
-        self._file.truncate(size)
+        try:
+            self._file.truncate(size)
+            if hasattr(os, "posix_fallocate"):  # or a full disk would end this process at the first write
+                os.posix_fallocate(self._file.fileno(), 0, size)
+        except OSError as error:
+            raise SimulatorError(
+                f"{size} bytes for a launch do not fit into the folder for temporary files: {error}. Launch on smaller "
+                f"arrays, or set TMPDIR to a folder with room",
+                kind="memory",
+            ) from None
         return mmap.mmap(self._file.fileno(), size)
 
     def reserve(self, size: int) -> mmap.mmap:
@@ -93,7 +104,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
+            encoding="utf-8",
             pass_fds=(descriptor,),
         )
 

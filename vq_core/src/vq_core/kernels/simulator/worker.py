@@ -30,8 +30,8 @@ def main(descriptor: int) -> None:
     libraries: dict[str, ctypes.CDLL] = {}
     segment: mmap.mmap | None = None
     _stacks, stacks_at = guarded_stacks()
-    for line in sys.stdin:
-        library, symbol, size, seconds = line.rstrip("\n").split("\t")
+    for line in sys.stdin.buffer:
+        library, symbol, size, seconds = line.decode().rstrip("\n").split("\t")
         if segment is None or len(segment) != int(size):
             segment = mmap.mmap(descriptor, int(size))
         try:
@@ -49,8 +49,8 @@ def main(descriptor: int) -> None:
             del view
             signal.alarm(0)
             answer = "done"
-        sys.stdout.write(answer + "\n")
-        sys.stdout.flush()
+        sys.stdout.buffer.write(f"{answer}\n".encode())
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

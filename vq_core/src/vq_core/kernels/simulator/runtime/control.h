@@ -24,7 +24,7 @@ struct vq_call {
 };
 #define VQ_FOR_STEP(i, from, to, step)                                                        \
   for (vq_rounds i##_rounds; i##_rounds.once; i##_rounds.once = false)                        \
-    for (uint i = (from); i < uint(to) && i##_rounds.next(); i += (step))
+    for (uint i = (from); i##_rounds.next() && i < uint(to); i += (step))
 #define VQ_FOR(i, from, to) VQ_FOR_STEP(i, from, to, 1u)
 
 VQ_FN void vq_check_local(const vq_index& i, int64_t size, const char* name) {

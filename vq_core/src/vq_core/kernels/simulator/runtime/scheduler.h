@@ -85,12 +85,14 @@ VQ_COLD static void vq_never_met() {
   }
   vq_stop();
 }
+VQ_FN void vq_check_stack() {
+  if (*vq_me->floor == VQ_CANARY) return;
+  vq_error(VQ_STACK_FULL, vq_me->line, vq_me->file);
+  vq_stop();
+}
 VQ_FN void vq_park() {
   vq_lane* me = vq_me;
-  if (*me->floor != VQ_CANARY) {
-    vq_error(VQ_STACK_FULL, me->line, me->file);
-    vq_stop();
-  }
+  vq_check_stack();
   if (vq_head == vq_tail) vq_never_met();
   vq_lane* next = &vq_lanes[vq_queue[vq_head++ & (VQ_LANES - 1)]];
   vq_me = next;
@@ -99,6 +101,7 @@ VQ_FN void vq_park() {
 }
 static void vq_enter() {
   vq_body();
+  vq_check_stack();
   vq_me->op = VQ_OP_RETURNED;
   if (!--vq_live) vq_stop();
   vq_park();
