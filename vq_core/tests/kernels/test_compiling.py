@@ -120,6 +120,13 @@ def test_what_only_one_language_has_is_refused_with_its_line(lines: str) -> None
         result(f"// {lines}\n{lines}")
     assert FOREIGN[lines] in str(caught.value)
     assert f"line {FIRST_LINE + 1}: " in str(caught.value)
+    assert caught.value.line == FIRST_LINE + 1
+
+
+@pytest.mark.parametrize("line", ["#include <math.h>", "VQ_FN float f(float a) { return metal::exp(a); }"])
+def test_headers_too(line: str) -> None:
+    with pytest.raises(SimulatorError, match=r"kernel 'probe': header line 2: .* is not in the dialect"):
+        result("", f"// {line}\n{line}")
 
 
 def test_headers_of_two_programs_in_one_unit_stay_apart() -> None:
