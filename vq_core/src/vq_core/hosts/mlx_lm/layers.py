@@ -36,6 +36,7 @@ class Place:
         make: Makes ours; ``None`` where nothing can.
         shape: Arguments of ``prepare_for``, once the model was tried out.
         strict: Whether what ours returns needs no dense side.
+        strict_lengths: For chunks of these lengths alone; ``None``: of any length.
         dense: Why ours is read densely; empty where attention reads it.
     """
 
@@ -46,6 +47,7 @@ class Place:
     make: Maker | None = None
     shape: dict[str, Any] | None = None
     strict: bool = False
+    strict_lengths: tuple[int, ...] | None = None
     dense: str = ""
 
     @property
@@ -113,7 +115,9 @@ def _full_attention(cache: Any) -> Maker | None:
 
     if type(cache) is not KVCache:
         return None
-    return lambda place, policy: PackedKVCache.from_policy(policy, layer=place.layer, strict=place.strict and STRICT)
+    return lambda place, policy: PackedKVCache.from_policy(
+        policy, layer=place.layer, strict=place.strict and STRICT, strict_lengths=place.strict_lengths
+    )
 
 
 KINDS: tuple[Callable[[Any], Maker | None], ...] = (_full_attention,)
