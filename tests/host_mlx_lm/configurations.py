@@ -321,6 +321,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "mamba_conv_bias": True,
         "position_embedding_type": "nope",
     },
+    "nanochat": {"model_type": "nanochat", "num_key_value_heads": 4},
     # Layers that mix nothing along tokens have no cache: five layers, three caches.
     "nemotron_h": {
         "model_type": "nemotron_h",
@@ -499,6 +500,7 @@ PLACES: dict[str, str] = {
     "mistral": "P P",
     "mistral3": "P P P",
     "mixtral": "P P",
+    "nanochat": "P P",
     "nemotron_h": "A P P",
     "olmo2": "P P P",
     "olmo3": "W16 W16 W16 P",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,23 @@ def test_the_report_outlives_the_caches(named: Any, compress: Any) -> None:
     gc.collect()
     assert handle.report() == report
     assert [e["child"] for e in report.as_dict()["layers"]] == [e.child for e in report.layers]
+
+
+def test_the_printed_table_names_each_cache(compress: Any) -> None:
+    from rich.console import Console
+
+    from vq_core.cli.generate import _layers
+    from vq_core.hosts.mlx_lm.generate import Run
+
+    model = build("falcon_h1")
+    handle = compress(model, "kivi:bits=4", residual=8)
+    follow(model, caches := make_prompt_cache(model))
+    console = Console(width=200, file=io.StringIO())
+    console.print(_layers(Run(report=handle.report(caches))))
+    rows = [
+        line.split()[:2] for line in console.file.getvalue().splitlines() if " native " in line or " packed " in line
+    ]
+    assert rows[1:] == [["0.0", "native"], ["0.1", "packed"], ["1.0", "native"], ["1.1", "packed"]]
 
 
 def test_divergence_counts_caches_in_lists(compress: Any) -> None:
