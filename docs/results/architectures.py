@@ -76,7 +76,7 @@ def table(record: dict[str, Any]) -> str:
     lines = [
         "# Architectures of mlx-lm",
         "",
-        f"{len(models)} tiny models with random weights in float32 (tests/host_mlx_lm/configurations.py), mlx-lm "
+        f"{len(models)} tiny models with random weights in float32 (tests/host_mlx_lm/configurations), mlx-lm "
         f"{record['environment']['versions']['mlx-lm']}: {PREFILL} tokens, {CHUNK} more, {STEPS} greedy steps, "
         f"residual={RESIDUAL}.",
         "Written by `python docs/results/architectures.py`; architectures.json has every cache and every figure.",
@@ -85,7 +85,7 @@ def table(record: dict[str, Any]) -> str:
         "  the fetched keys and values itself, so they are decoded for each step. native: the model's own cache.",
         "- identity stores what it is given: the same tokens as mlx-lm's own caches, or the cache is wrong.",
         "- ratio: the float16 bytes of the tokens held as codes over the bytes of codes, scales and zeros; in brackets",
-        f"  float16 bytes of all tokens over all bytes held, with the exact window ({RESIDUAL} to {RESIDUAL + 31} tokens)",
+        f"  float16 bytes of all tokens over all bytes held, the exact window ({RESIDUAL} to {RESIDUAL + 31} tokens)",
         "  and spare capacity. The window, scales and zeros are float32 here, as the models are; values of heads",
         "  narrower than a group of 32 are padded to one. A float16 model with heads of 32 and more has 3.2 and 5.33.",
         f"- tokens: of {STEPS} greedy steps how many are the same. Random weights say nothing about quality: one early",

@@ -128,6 +128,15 @@ def test_the_report_outlives_the_caches(named: Any, compress: Any) -> None:
     assert [e["child"] for e in report.as_dict()["layers"]] == [e.child for e in report.layers]
 
 
+def test_caches_of_another_structure_are_refused(compress: Any) -> None:
+    handle = compress(build("longcat_flash"), residual=8)
+    for wrong in (KVCache(), CacheList(KVCache())):
+        with pytest.raises(
+            SettingsError, match=r"layer 1: the model makes a CacheList with at least . caches here, not"
+        ):
+            handle.report([handle.make_cache()[0], wrong])
+
+
 def test_the_printed_table_names_each_cache(compress: Any) -> None:
     from rich.console import Console
 

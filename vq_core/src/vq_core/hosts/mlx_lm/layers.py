@@ -13,6 +13,7 @@ import attrs
 
 from vq_core.cache.policy import CachePolicy, LayerPolicy
 from vq_core.cache.shell import PackedKVCache
+from vq_core.errors import SettingsError
 from vq_core.hosts.mlx_lm import hook
 
 STRICT: Any = hook.WhileInstalled()
@@ -64,12 +65,21 @@ class Place:
         return cache
 
     def at(self, caches: Sequence[Any]) -> Any:
-        """The cache that stands here in a list of one cache a layer; ``None`` if there is none."""
+        """The cache that stands here in a list of one cache a layer.
+
+        Raises:
+            SettingsError: another layer's structure than the model makes.
+        """
         cache = caches[self.layer]
         if self.child is None:
             return cache
         inner = children(cache)
-        return inner[self.child] if inner is not None and self.child < len(inner) else None
+        if inner is None or self.child >= len(inner):
+            raise SettingsError(
+                f"layer {self.layer}: the model makes a CacheList with at least {self.child + 1} caches here, not "
+                f"{type(cache).__name__}; give caches that make_cache has made"
+            )
+        return inner[self.child]
 
     def put(self, caches: list[Any], cache: Any) -> None:
         """Let a cache stand here."""

@@ -70,7 +70,7 @@ def _watch(model: Any, places: Sequence[Place], fresh: Fresh) -> dict[int, Any]:
     Returns:
         The watching caches, by the number of the place.
     """
-    doubtful = {i: p for i, p in enumerate(places) if p.child is not None and not p.reason}
+    doubtful = {i: p for i, p in enumerate(places) if p.child is not None and p.native == "KVCache" and not p.reason}
     if not doubtful:
         return {}
     from vq_core.hosts.mlx_lm.watch import Watching
