@@ -48,15 +48,17 @@ def reason(entry: LayerEntry) -> str:
     return re.sub(r"; a dense reading of all tokens takes [\d,]+ bytes$", "", entry.reason)
 
 
-def follow(model: Any, caches: list[Any], rows: int = 1) -> tuple[list[list[int]], mx.array]:
+def follow(
+    model: Any, caches: list[Any], rows: int = 1, prefill: int = PREFILL, chunk: int = CHUNK
+) -> tuple[list[list[int]], mx.array]:
     """Prefill, a second chunk and ten greedy steps.
 
     Returns:
         Tokens of each step, and the log-probabilities of all (12, rows, vocabulary).
     """
-    ids = mx.stack([prompt(PREFILL + CHUNK, seed=1 + row) for row in range(rows)])
+    ids = mx.stack([prompt(prefill + chunk, seed=1 + row) for row in range(rows)])
     logits = []
-    for begin, end in ((0, PREFILL), (PREFILL, PREFILL + CHUNK)):
+    for begin, end in ((0, prefill), (prefill, prefill + chunk)):
         logits.append(model(ids[:, begin:end], cache=caches)[:, -1])
         mx.eval(logits[-1], [c.state for c in caches])
     tokens: list[Any] = []

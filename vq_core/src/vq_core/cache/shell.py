@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -71,20 +71,22 @@ class PackedKVCache:
     @classmethod
     def from_policy(
         cls, policy: LayerPolicy, *, layer: int | None = None, rope: Rope | None = None,
-        model: str | None = None, strict: bool = False, sliding: int | None = None,
+        model: str | None = None, strict: bool = False, strict_lengths: Collection[int] | None = None,
+        sliding: int | None = None,
     ) -> PackedKVCache:  # fmt: skip
         """A cache of a checked policy, with what a host knows of the layer.
 
         ``strict``: ``update_and_fetch`` returns tags without a dense side, for hosts that know that the model
-        hands them to attention and does nothing else with them.
+        hands them to attention and does nothing else with them; ``strict_lengths``: for chunks of these lengths alone.
         """
         cache = cls.__new__(cls)
-        cache._setup(policy, layer, rope, model, strict, sliding)
+        cache._setup(policy, layer, rope, model, strict, strict_lengths, sliding)
         return cache
 
     def _setup(
         self, policy: LayerPolicy, layer: int | None = None, rope: Rope | None = None,
-        model: str | None = None, strict: bool = False, sliding: int | None = None,
+        model: str | None = None, strict: bool = False, strict_lengths: Collection[int] | None = None,
+        sliding: int | None = None,
     ) -> None:  # fmt: skip
         if sliding is not None:
             if isinstance(sliding, bool) or not isinstance(sliding, int) or sliding < 1:
@@ -93,6 +95,7 @@ class PackedKVCache:
                 raise SettingsError("sink_tokens has no effect in a sliding window: the first tokens leave it; give 0")
         self.policy, self.sliding = policy, sliding
         self.layer, self._rope, self._model, self._strict = layer, rope, model, strict
+        self._strict_lengths = strict_lengths
         self._history: History | None = None
         self.reads = ReadCount()
 
@@ -144,7 +147,8 @@ class PackedKVCache:
             history = self._bind(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.shape[0])
         # All on a draft and one assignment: what fails or is interrupted has not happened.
         draft = history.draft()
-        tags = tag(draft.update(keys, values), self.policy.attention, self.reads, self._strict)
+        known = self._strict_lengths is None or keys.shape[2] in self._strict_lengths
+        tags = tag(draft.update(keys, values), self.policy.attention, self.reads, known and self._strict)
         self._history = draft
         self.reads.updates += 1
         return tags
@@ -347,7 +351,7 @@ class PackedKVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedKVCache:
         """A copy that shares the arrays, which are never changed in place: it costs no memory until it grows."""
         new = type(self).__new__(type(self))
-        new._setup(self.policy, self.layer, self._rope, self._model, self._strict, self.sliding)
+        new._setup(self.policy, self.layer, self._rope, self._model, self._strict, self._strict_lengths, self.sliding)
         new._history = None if self._history is None else self._history.copy()
         return new
 

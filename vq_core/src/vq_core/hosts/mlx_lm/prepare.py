@@ -45,8 +45,9 @@ def compress(
             Indices count the caches that the model makes, which some layers lack; all caches that one layer has
             in a ``CacheList`` follow its entry.
         dense: Whether arrays that a cache returns have a lazy dense side: ``"lazy"`` always, ``"strict"`` never,
-            ``"auto"`` only where a trial run of the model's graph shows that something other than attention reads them.
-            A model that does so at other chunk lengths than the trial's (64, 2 and 1 tokens) needs ``"lazy"``.
+            ``"auto"`` where a trial run of the model's graph, on chunks of 64, 2 and 1 tokens, shows that something
+            other than attention reads them, and always at other chunk lengths.
+            A model that does so only after many tokens needs ``"lazy"``.
         windows: Layers that attend to a sliding window: ``"auto"`` packs those whose packed window would hold at
             most three quarters of the native one's bytes, ``"packed"`` all, ``"native"`` none. A layer that
             ``layers`` gives a method is packed. ``sink_tokens`` does not apply to them.
