@@ -140,14 +140,13 @@ def test_caches_of_another_structure_are_refused(compress: Any) -> None:
 def test_the_printed_table_names_each_cache(compress: Any) -> None:
     from rich.console import Console
 
-    from vq_core.cli.generate import _layers
-    from vq_core.hosts.mlx_lm.generate import Run
+    from vq_core.cli.printing import _layers
 
     model = build("falcon_h1")
     handle = compress(model, "kivi:bits=4", residual=8)
     follow(model, caches := make_prompt_cache(model))
     console = Console(width=200, file=io.StringIO())
-    console.print(_layers(Run(report=handle.report(caches))))
+    console.print(_layers(handle.report(caches)))
     rows = [
         line.split()[:2] for line in console.file.getvalue().splitlines() if " native " in line or " packed " in line
     ]
@@ -186,7 +185,7 @@ def test_a_layer_without_a_cache_to_pack_cannot_be_asked_for() -> None:
     model = build("baichuan_m1")
     said = r"layer 1 cannot be packed \(ArraysCache: recurrent.*; RotatingKVCache: .*leave 1 out"
     with pytest.raises(SettingsError, match=said):
-        vq_core.compress(model, method="identity", layers={1: "kivi:bits=8"})
+        vq_core.compress(model, method="identity", layers={1: "kivi:bits=8"}, windows="native")
     assert "make_cache" not in model.__dict__
 
 

@@ -2,7 +2,8 @@
 
 ``PLACES`` has one letter a cache; a layer that keeps its caches in a list has a ``+`` after the first:
 
-- P: packed, read packed.  D: packed, read densely.
+- P: packed, read packed.  D: packed, read densely.  L: packed, single tokens read a latent's codes, the rest densely.
+- F: a sliding window that another layer fetches again, native.
 - W and a number: a sliding window of so many tokens.  C: attention in chunks.  A: recurrent state.  These stay the
   model's own.
 - I, O: an index of keys beside keys and values, told by values without width or by values that the model writes over.
@@ -40,7 +41,7 @@ PLACES: dict[str, str] = {
     "cohere": "P P",
     "cohere2": "W16 P W16 P",
     "deepseek_v2": "P P",
-    "deepseek_v3": "D D",
+    "deepseek_v3": "L L",
     "deepseek_v32": "D+O D+O",
     "ernie4_5": "P P",
     "exaone": "P P",
@@ -50,7 +51,7 @@ PLACES: dict[str, str] = {
     "gemma": "P P",
     "gemma2": "D D",
     "gemma3": "W16 W16 P W16 W16 P",
-    "gemma3n": "W16 P W16 P",
+    "gemma3n": "W16 P F16 P",
     "gemma4": "W16 P W16 P",
     "gemma4_text": "W16 P W16 P",
     "glm4": "P P",
@@ -64,7 +65,7 @@ PLACES: dict[str, str] = {
     "llama4": "C C C P",
     "llama_wide": "P P",
     "llama_windows": "P W32 W32 P",
-    "longcat_flash": "D+D D+D",
+    "longcat_flash": "L+L L+L",
     "mimo_v2_flash": "P W16 P",
     "minicpm3": "P P",
     "minimax": "P P",

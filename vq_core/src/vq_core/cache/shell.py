@@ -183,10 +183,15 @@ class PackedKVCache:
     def keys_and_values(self) -> tuple[Any, Any]:
         """All tokens, tagged, without adding any; what models that share a layer's cache read.
 
-        Of a sliding window those that the newest token attends to.
+        Of a sliding window those that the last update gave.
+
+        Raises:
+            CacheStateError: the cache is empty, or the sliding window has dropped some of those tokens since.
         """
         self.reads.fetches += 1
-        return tag(self._view(), self.policy.attention, self.reads, self._strict)
+        self._view()
+        assert self._history is not None
+        return tag(self._history.latest(), self.policy.attention, self.reads, self._strict)
 
     def decode(self) -> tuple[mx.array, mx.array]:
         """All tokens in order as plain arrays (B, H, T, D) in the model's dtype; rows are aligned at the right.
