@@ -90,8 +90,7 @@ def save(folder: Path) -> None:
                 mx.eval(model(tokens[None], cache=caches))
             # A cache by hand is not the handle's: it is the model's by its shapes alone.
             vq_core.save_cache(folder / f"{case}{kind}.vq", caches, model=None if kind else handle)
-            if case != "shared":  # its last layers' own caches are empty, and mlx-lm cannot load those
-                save_prompt_cache(str(folder / f"{case}{kind}.safetensors"), caches)
+            save_prompt_cache(str(folder / f"{case}{kind}.safetensors"), caches)
             found, logits = continued(model, caches, 7)
             mx.save_safetensors(str(folder / f"{case}{kind}.want.safetensors"), {"logits": logits, "tokens": mx.array(found)})
         handle.undo()
@@ -111,7 +110,10 @@ def load(folder: Path) -> None:
         case = label.removesuffix("_by_hand")
         model, handle, tokens = prepared(case)
         want = mx.load(str(path))
-        loaded = {"ours": vq_core.load_cache(folder / f"{label}.vq", model=handle if label == case else None)}
+        loaded = {
+            "mlx_lm": load_prompt_cache(str(folder / f"{label}.safetensors")),
+            "ours": vq_core.load_cache(folder / f"{label}.vq", model=handle if label == case else None),
+        }
         if label == case:
             made = handle.make_cache()
             assert [type(c) for c in loaded["ours"]] == [type(c) for c in made]
@@ -120,8 +122,6 @@ def load(folder: Path) -> None:
                 assert getattr(a, "_strict", None) is getattr(b, "_strict", None)
             handle.adopt(loaded["ours"])
             assert handle.report().tokens()[:2] == handle.report(loaded["ours"]).tokens()[:2]
-        if (folder / f"{label}.safetensors").exists():
-            loaded["mlx_lm"] = load_prompt_cache(str(folder / f"{label}.safetensors"))
         for route, caches in loaded.items():
             if case == "case25":
                 offsets = [c.offset for c in caches]
