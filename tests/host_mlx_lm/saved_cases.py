@@ -77,8 +77,9 @@ def prepared(case: str) -> tuple[Any, Any, mx.array]:
 
 
 def save(folder: Path) -> None:
-    import vq_core
     from mlx_lm.models.cache import save_prompt_cache
+
+    import vq_core
 
     for case in CASES:
         model, handle, tokens = prepared(case)
@@ -92,13 +93,16 @@ def save(folder: Path) -> None:
             vq_core.save_cache(folder / f"{case}{kind}.vq", caches, model=None if kind else handle)
             save_prompt_cache(str(folder / f"{case}{kind}.safetensors"), caches)
             found, logits = continued(model, caches, 7)
-            mx.save_safetensors(str(folder / f"{case}{kind}.want.safetensors"), {"logits": logits, "tokens": mx.array(found)})
+            mx.save_safetensors(
+                str(folder / f"{case}{kind}.want.safetensors"), {"logits": logits, "tokens": mx.array(found)}
+            )
         handle.undo()
 
 
 def load(folder: Path) -> None:
-    import vq_core
     from mlx_lm.models.cache import load_prompt_cache
+
+    import vq_core
 
     wrong: list[str] = []
     compared = 0
@@ -108,7 +112,7 @@ def load(folder: Path) -> None:
     for path in sorted(folder.glob("*.want.safetensors")):
         label = path.name.removesuffix(".want.safetensors")
         case = label.removesuffix("_by_hand")
-        model, handle, tokens = prepared(case)
+        model, handle, _ = prepared(case)
         want = mx.load(str(path))
         loaded = {
             "mlx_lm": load_prompt_cache(str(folder / f"{label}.safetensors")),

@@ -68,7 +68,7 @@ def test_other_programs_can_read_the_arrays(saved: Path) -> None:
 
 
 def test_the_description_comes_back(path: Path) -> None:
-    about = {"text": "\ud800 \x00 \u00fc \U0001f600 \\ \"", "deep": [[[{"": [-1, 2**70, 1.5, True, None]}]]]}
+    about = {"text": '\ud800 \x00 \u00fc \U0001f600 \\ "', "deep": [[[{"": [-1, 2**70, 1.5, True, None]}]]]}
     tensors.write(path, FORM, about, {})
     assert read(path)[0] == about
 
@@ -148,8 +148,9 @@ def test_claims_about_tensors(path: Path, content: dict[str, Any], monkeypatch: 
 @pytest.mark.parametrize(
     "text",
     [
-        b"", b"{", b"[]", b"null", b"1", b'"x"', b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b'{"__metadata__": 1}',
-        b'{"__metadata__": {}, "__metadata__": {}}', b'{"__metadata__": {"format": NaN}}', b"9" * 5000, b"1e999",
+        b"", b"{", b"[]", b"null", b"1", b'"x"', b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe",
+        b'{"__metadata__": 1}', b'{"__metadata__": {}, "__metadata__": {}}', b'{"__metadata__": {"format": NaN}}',
+        b"9" * 5000, b"1e999",
         b'{"__metadata__": {"format": "test-file"}}', b'{"__metadata__": {"format": "test-file", "version": 3}}',
         b'{"__metadata__": {"format": "test-file", "version": "3", "header_sha256": 5}}',
     ],
@@ -213,8 +214,9 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"a": 1, "a": 2}', "given twice"), ("NaN", "no number"), ("-Infinity", "no number"), ("1e400", "out of range"),
-        ("[" * 50_000, "nested too deeply"), ("1" * 5000, "not valid JSON"), ("", "not valid JSON"),
+        ('{"a": 1, "a": 2}', "given twice"), ("NaN", "no number"), ("-Infinity", "no number"),
+        ("1e400", "out of range"), ("[" * 50_000, "nested too deeply"), ("1" * 5000, "not valid JSON"),
+        ("", "not valid JSON"),
         (b"\xff", "not valid JSON"), ("{'a': 1}", "not valid JSON"), ("[1,]", "not valid JSON"),
     ],
 )  # fmt: skip
@@ -319,7 +321,9 @@ KILLS = 50
 def test_saves_that_are_killed(path: Path) -> None:
     """A process that saves 4 MB again and again, killed 50 times: the file is always one of those saved, whole."""
     program = Path(__file__).parent / "killed_saves.py"
-    done = subprocess.run([sys.executable, str(program), str(path), str(KILLS)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, str(program), str(path), str(KILLS)], capture_output=True, text=True, timeout=200
+    )
     assert not done.returncode and not done.stderr, done.stderr
     found = json.loads(done.stdout)
     # Each killed process had checked what the one before it left; the last is checked by one more.

@@ -44,6 +44,7 @@ def describe(cache: PackedKVCache) -> tuple[dict[str, Any], dict[str, mx.array]]
         "rope": cache._rope and attrs.asdict(cache._rope),
     }  # fmt: skip
     history = cache._history
+    records: dict[str, Any]
     if history is None or cache.empty():
         records = {side: resolve(getattr(cache.policy, side).label) for side in SIDES}
     else:

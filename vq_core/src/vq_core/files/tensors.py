@@ -165,7 +165,7 @@ class Reader:
         self._file.seek(header.start)
         for name, (dtype, shape, _) in header.tensors.items():
             data = np.empty(math.prod(shape) * DTYPES[dtype].size, np.uint8)
-            view = memoryview(data)
+            view = memoryview(data)  # type: ignore[arg-type]
             done = 0
             while done < len(view):
                 got = self._file.readinto(view[done : done + _PIECE])  # type: ignore[attr-defined]

@@ -100,10 +100,9 @@ class Expected:
             return made
         if made._history is not None:
             for side, bound in made._history.bound.items():
-                if cache._history.bound[side].ctx != bound.ctx:
-                    raise FormatError(
-                        f"{where}: the {side} were packed for {cache._history.bound[side].ctx}, the model's are {bound.ctx}"
-                    )
+                ctx = cache._history.bound[side].ctx
+                if ctx != bound.ctx:
+                    raise FormatError(f"{where}: the {side} were packed for {ctx}, the model's are {bound.ctx}")
         cache.layer, cache._strict = made.layer, made._strict
         return cache
 
@@ -176,7 +175,9 @@ def _slots(held: Any, made: Any) -> list[str]:
         return [f"{len(held.cache)} arrays in the file, the model has {len(made.cache)}"]
     pairs = [(a, b) for a, b in zip(held.cache, made.cache, strict=True) if a is not None and b is not None]
     wrong = [(a, b) for a, b in pairs if (a.ndim, a.dtype) != (b.ndim, b.dtype)]
-    return [f"an array {a.shape} {_name(a.dtype)} in the file, {b.shape} {_name(b.dtype)} in the model" for a, b in wrong]
+    return [
+        f"an array {a.shape} {_name(a.dtype)} in the file, {b.shape} {_name(b.dtype)} in the model" for a, b in wrong
+    ]
 
 
 def _name(dtype: mx.Dtype) -> str:
