@@ -77,12 +77,12 @@ def write(path: str | os.PathLike[str], form: Format, description: Any, tensors:
         SettingsError: a path that cannot be written, a disk that is full, a dtype or a description that no file
             can hold.  ``path`` is as it was.
     """
-    table, offset = {}, 0
-    for name, array in tensors.items():
+    name, table, offset = _named(path), {}, 0
+    for key, array in tensors.items():
         if array.dtype not in _NAMES:
-            raise SettingsError(f"{name} is {array.dtype}; a file can hold {', '.join(map(str, _NAMES))}")
+            raise SettingsError(f"{key} is {array.dtype}; a file can hold {', '.join(map(str, _NAMES))}")
         end = offset + array.nbytes
-        table[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
+        table[key] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
         offset = end
     try:
         about = {"format": form.name, "version": str(form.version), "description": jsontext.dump(description)}
@@ -90,7 +90,7 @@ def write(path: str | os.PathLike[str], form: Format, description: Any, tensors:
         size = len(_header(table, about))
         if size > LARGEST_HEADER:
             raise SettingsError(f"the description takes {size:,} bytes; a file can hold {LARGEST_HEADER:,}")
-        with replacing(path) as file:
+        with replacing(name) as file:
             file.write(bytes(size))
             digest = hashlib.sha256()
             for array in tensors.values():
@@ -101,8 +101,16 @@ def write(path: str | os.PathLike[str], form: Format, description: Any, tensors:
             about["header_sha256"] = hashlib.sha256(_header(table, about)).hexdigest()
             file.seek(0)
             file.write(_header(table, about))
-    except OSError as error:
-        raise SettingsError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+    except SettingsError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise SettingsError(f"cannot write {shown(name)}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _named(path: Any) -> str:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise SettingsError(f"the path must be text or a Path, got {shown(path)}")
+    return os.fspath(path)
 
 
 def _header(table: Mapping[str, Any], about: Mapping[str, str]) -> bytes:
@@ -187,16 +195,20 @@ def _empty(dtype: str, shape: tuple[int, ...]) -> mx.array:
 
 
 def _open(path: str | os.PathLike[str]) -> BinaryIO:
+    name, descriptor = _named(path), None
     try:
-        # Without blocking: a pipe that nobody writes to would keep us here for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        mode = os.stat(name).st_mode
+        if stat.S_ISREG(mode):
+            # Without blocking, and asked again: a pipe may have taken the file's place since.
+            descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            mode = os.fstat(descriptor).st_mode
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise FormatError(f"cannot read {shown(os.fspath(path))}: {getattr(error, 'strerror', error)}") from None
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+        raise FormatError(f"cannot read {shown(name)}: {getattr(error, 'strerror', error)}") from None
+    if descriptor is not None and stat.S_ISREG(mode):
+        return open(descriptor, "rb", buffering=0)
+    if descriptor is not None:
         os.close(descriptor)
-        raise FormatError(f"{shown(os.fspath(path))} is {kind(mode)}, not a regular file")
-    return open(descriptor, "rb", buffering=0)
+    raise FormatError(f"{shown(name)} is {kind(mode)}, not a regular file")
 
 
 def _read(file: BinaryIO, n: int) -> bytes:
