@@ -252,6 +252,14 @@ def test_what_is_no_path(path: Any) -> None:
             use()
 
 
+def test_the_longest_name(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    tensors.write(path, FORM, "new", {})
+    (tmp_path / f".{atomic._stem(path)}{atomic.MARK}0").write_bytes(b"left")
+    tensors.write(path, FORM, "newer", {})
+    assert read(path)[0] == "newer" and os.listdir(tmp_path) == [path.name]
+
+
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in (tmp_path, tmp_path / "none" / "file", tmp_path / "pipe", tmp_path / ("x" * 300), "/dev/null", "a\0b"):

@@ -31,6 +31,8 @@ DTYPES = {
     "BF16": mx.bfloat16, "U32": mx.uint32, "I32": mx.int32, "F32": mx.float32, "U64": mx.uint64, "I64": mx.int64,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PLAIN = {1: (mx.uint8, np.uint8), 2: (mx.uint16, np.uint16), 4: (mx.uint32, np.uint32), 8: (mx.uint64, np.uint64)}
+"""By size, what any dtype can be seen as; not as bytes, of which 2 GiB would be more than MLX can count."""
 _ZERO = "0" * 64
 _PIECE = 2**24
 
@@ -121,7 +123,10 @@ def _header(table: Mapping[str, Any], about: Mapping[str, str]) -> bytes:
 
 def _bytes_of(array: mx.array) -> memoryview:
     """All bytes of an array in order, without a copy where it lies in order."""
-    return memoryview(mx.contiguous(array.reshape(-1)).view(mx.uint8))  # type: ignore[arg-type]
+    if not array.size:
+        return memoryview(b"")
+    plain = mx.contiguous(array).view(_PLAIN[array.dtype.size][0])
+    return memoryview(plain).cast("B")  # type: ignore[arg-type]
 
 
 # ---- reading
@@ -183,15 +188,12 @@ class Reader:
                 done += got
             if dtype == "BOOL" and data.size and data.max() > 1:
                 raise FormatError(f"tensor {shown(name)} has bytes that are neither true nor false")
-            found[name] = mx.array(data).view(DTYPES[dtype]).reshape(shape) if data.size else _empty(dtype, shape)
+            plain = data.view(_PLAIN[DTYPES[dtype].size][1]).reshape(shape)
+            found[name] = mx.array(plain).view(DTYPES[dtype]) if data.size else mx.zeros(shape, DTYPES[dtype])
             mx.eval(found[name])
         if digest.hexdigest() != header.data_sha256:
             raise FormatError("the tensors' bytes are not those that were saved: the file is damaged")
         return found
-
-
-def _empty(dtype: str, shape: tuple[int, ...]) -> mx.array:
-    return mx.zeros(shape, DTYPES[dtype])
 
 
 def _open(path: str | os.PathLike[str]) -> BinaryIO:
