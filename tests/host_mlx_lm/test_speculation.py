@@ -12,13 +12,11 @@ import pytest
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
-from vq_core import PackedKVCache
 from vq_core.testing import load_plugin, registered
-from vq_core.testing.observe import assert_same, stored, window
 
-from ..sequences.plain import Row, Rules
-from .drafts import DRAFTS, draft_of, recorded
+from .drafts import DRAFTS, draft_of
 from .models import build, prompt, save
+from .recording import Recorder, assert_as_given
 
 PROMPT, STEPS = 50, 200
 PICKY = load_plugin(Path(__file__).parent.parent / "methods" / "picky.py")
@@ -76,38 +74,14 @@ def test_lossy_caches_hold_what_a_fresh_one_would(
     handle = compress(model, f"kivi:bits={bits}", residual=residual)
     other = compress(draft, f"kivi:bits={bits}", residual=residual)
     caches, beside = handle.make_cache(), other.make_cache()
-    with recorded(caches, monkeypatch) as fed:
-        tokens, scores, _ = speculate(model, draft, num, steps, prompt_cache=[*caches, *beside])
+    recorder = Recorder(monkeypatch)
+    tokens, scores, _ = speculate(model, draft, num, steps, prompt_cache=[*caches, *beside])
     assert len(tokens) == steps and mx.isfinite(scores).all()
-    for packed, given in zip(caches, fed, strict=True):
-        keys, values = given.tokens()
-        assert keys.shape[2] == packed.offset == PROMPT + steps - 1
-        fresh = PackedKVCache(method=f"kivi:bits={bits}", residual=residual)
-        fresh.update_and_fetch(keys, values)
-        row = replayed(packed, given, 2**bits - 1)
-        assert row.held is not None and row.slack is not None
-        assert (packed.report().packed, packed.report().approximate) == (row.packed, row.approximate)
-        if residual > num:
-            assert row.clean is None and row.approximate == 0
-            assert_same(stored(packed), stored(fresh), "codes after speculation")
-            assert_same(window(packed), window(fresh), "window after speculation")
-        else:
-            assert row.clean is not None
-            assert packed.report().packed >= fresh.report().packed
-        for got, held, true, slack in zip(packed.decode(), row.held, (keys, values), row.slack, strict=True):
-            assert mx.array_equal(got, held)
-            assert (mx.abs(got - true) <= slack * (1 + 1e-4) + 1e-5).all()
-
-
-def replayed(packed: PackedKVCache, given: Any, levels: int) -> Row:
-    """The plain row that was given the same and cut alike."""
-    history = packed._history
-    assert history is not None
-    bound = (history.bound["keys"], history.bound["values"])
-    row = Row(Rules(bound, history.residual, history.sinks, history.block, levels))
-    for what, *rest in given.calls:
-        getattr(row, what)(*rest)
-    return row
+    for packed in caches:
+        row = recorder.row(packed)
+        assert packed.offset == PROMPT + steps - 1
+        assert (row.clean is None) == (residual > num)
+        assert_as_given(packed, row)
 
 
 def test_text_is_the_same(tmp_path: Path, compress: Any) -> None:

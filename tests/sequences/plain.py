@@ -23,14 +23,12 @@ class Rules:
         bound: The methods of the keys and of the values.
         residual, sinks: As for the cache.
         block: Tokens that are packed together.
-        levels: For KIVI the steps between a group's minimum and maximum, else ``None``.
     """
 
     bound: tuple[BoundSide, BoundSide]
     residual: int
     sinks: int
     block: int
-    levels: int | None
 
     def frontier(self, tokens: int) -> int:
         """Tokens that are packed of a sequence that was only appended to."""
@@ -131,17 +129,19 @@ class Row:
 
     def _half_step(self, bound: BoundSide, x: mx.array) -> mx.array:
         """Half the width of a step of each number's group, KIVI's groups made anew from its description."""
-        if self.rules.levels is None:
-            return mx.zeros(x.shape)
+        facts, settings = bound.record.facts, bound.choice.settings
+        assert facts is not None
+        if facts.name != "kivi":
+            return mx.full(x.shape, 0.0 if facts.capabilities.exact else mx.inf)
         _, heads, n, dim = x.shape
         x = x.astype(mx.float32)
-        size = bound.state.group_size
+        size = settings.group_size
         if bound.ctx.side == "keys":  # groups of tokens, channel by channel
             groups, axis = x.reshape(1, heads, n // size, size, dim), 3
         else:
             groups, axis = x.reshape(1, heads, n, dim // size, size), 4
         wide = groups.max(axis=axis, keepdims=True) - groups.min(axis=axis, keepdims=True)
-        return mx.broadcast_to(wide / (2 * self.rules.levels), groups.shape).reshape(x.shape)
+        return mx.broadcast_to(wide / (2 * (2**settings.bits - 1)), groups.shape).reshape(x.shape)
 
 
 def _joined(a: Pair, b: Pair) -> Pair:
