@@ -15,7 +15,7 @@ from vq_core.attention.view import CacheView
 from vq_core.cache.history import History
 from vq_core.cache.policy import Attention, Fallback, LayerPolicy
 from vq_core.cache.report import LayerReport, describe
-from vq_core.cache.tagged import ReadCount, tag
+from vq_core.cache.tagged import ReadCount, Strictness, tag
 from vq_core.errors import CacheStateError, FormatError, SettingsError, UnsupportedShapeError, VQError
 from vq_core.plugins.binding import BoundSide, bind
 from vq_core.plugins.registry import resolve
@@ -66,12 +66,12 @@ class PackedKVCache:
     @classmethod
     def from_policy(
         cls, policy: LayerPolicy, *, layer: int | None = None, rope: Rope | None = None,
-        model: str | None = None, strict: bool = False,
+        model: str | None = None, strict: bool | Strictness = False,
     ) -> PackedKVCache:  # fmt: skip
         """A cache of a checked policy, with what a host knows of the layer.
 
         ``strict``: ``update_and_fetch`` returns tags without a dense side, for hosts that know that the model
-        hands them to attention and does nothing else with them.
+        hands them to attention and does nothing else with them; or that host's word on it, asked at each update.
         """
         cache = cls.__new__(cls)
         cache._setup(policy, layer, rope, model, strict)
@@ -79,7 +79,7 @@ class PackedKVCache:
 
     def _setup(
         self, policy: LayerPolicy, layer: int | None = None, rope: Rope | None = None,
-        model: str | None = None, strict: bool = False,
+        model: str | None = None, strict: bool | Strictness = False,
     ) -> None:  # fmt: skip
         self.policy = policy
         self.layer, self._rope, self._model, self._strict = layer, rope, model, strict
