@@ -34,7 +34,12 @@ T = 300
 @pytest.mark.parametrize("residual", [0, 8, 128])
 @pytest.mark.parametrize(
     ("keys", "values"),
-    [("identity", "identity"), ("kivi:bits=4", "kivi:bits=4"), ("kivi:bits=2", "identity"), ("identity", "kivi:bits=2")],
+    [
+        ("identity", "identity"),
+        ("kivi:bits=4", "kivi:bits=4"),
+        ("kivi:bits=2", "identity"),
+        ("identity", "kivi:bits=2"),
+    ],
 )
 def test_trim_at_every_length(keys: str, values: str, residual: int, monkeypatch: Any) -> None:
     """300 tokens cut to each of 0 to 300, then grown by 40: counts, codes and values as they have to be."""
@@ -107,7 +112,9 @@ def serve(model: Any, store: LRUPromptCache, ids: list[int], steps: int = 30) ->
     return found, len(ids) - len(left), caches
 
 
-@pytest.mark.parametrize(("method", "residual"), [("identity", 0), ("identity", 8), ("kivi:bits=4", 0), ("kivi:bits=2", 128)])
+@pytest.mark.parametrize(
+    ("method", "residual"), [("identity", 0), ("identity", 8), ("kivi:bits=4", 0), ("kivi:bits=2", 128)]
+)
 def test_five_turns(method: str, residual: int, compress: Any, monkeypatch: Any) -> None:
     """Shorter, longer and exact entries, an edited message, an unrelated prompt; each turn equals a cold run."""
     model = build("llama")

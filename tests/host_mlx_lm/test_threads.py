@@ -223,6 +223,7 @@ DEADLOCK = """
 import threading
 from vq_core.api import PrepareContext
 from vq_core.plugins import binding, registry
+from vq_core.plugins.choice import choose
 
 ctx = PrepareContext(side="keys", kv_heads=2, key_dim=40, value_dim=40, dtype="float32")
 inside, load_all, chosen = threading.Event(), registry.load_all, choose("kivi:bits=4", "keys")

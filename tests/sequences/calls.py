@@ -278,7 +278,9 @@ class Sequence:
             seen[..., -1] = True  # a query that sees nothing has no answer
             mask = mx.array(seen)
         sinks = mx.arange(q.shape[1], dtype=mx.float32) - 0.5 if self.random.random() < 0.3 else None
-        self.calls[-1] += f" {n} queries, mask {'array' if isinstance(mask, mx.array) else mask}, sinks {sinks is not None}"
+        self.calls[-1] += (
+            f" {n} queries, mask {'array' if isinstance(mask, mx.array) else mask}, sinks {sinks is not None}"
+        )
         got = twins.cache.attend(q, scale=self.scale, mask=mask, sinks=sinks)
         held = [row.held for row in twins.rows]
         full = mask if mask is None or isinstance(mask, str) or mask.ndim == 4 else mask[None, None]
