@@ -23,6 +23,7 @@ STEPS, DRAFT = 200, "kivi:bits=2"
 
 
 def main(file: Path) -> None:
+    """Run all and write the file."""
     model, tokenizer = mlx_lm.load(str(MODEL_PATH))
     draft, _ = mlx_lm.load(str(MODEL_PATH))
     prompt = mx.array(tokenizer.encode(prompt_text()))
@@ -35,7 +36,7 @@ def main(file: Path) -> None:
     record = {
         "environment": environment(),
         "model": "vq_core.demo, prompt of vq_core.demo.prompt_text",
-        "what": "kl and top1: the target's distributions in the speculative run on packed caches against plain decoding "
+        "what": "kl and top1: the target's distributions in the speculative run on packed caches against decoding "
         "on the model's own caches, teacher-forced on the tokens of the speculative run; plain_top1 and plain_kl: the "
         "same packed cache decoded greedily without speculation, on the same tokens; same_prefix: tokens before the "
         "first that differs from plain greedy decoding's; from_draft: share of tokens that the draft proposed",
@@ -46,6 +47,7 @@ def main(file: Path) -> None:
 
 
 def one(model: Any, draft: Any, prompt: mx.array, greedy: list[int], method: str, residual: int, num: int) -> Any:
+    """One speculative run and what it is compared with."""
     with (
         compressed(model, method=method, residual=residual) as handle,
         compressed(draft, method=DRAFT, residual=0) as other,

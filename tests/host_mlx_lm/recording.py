@@ -1,4 +1,4 @@
-"""What packed caches are given while they serve, and whether they hold what the plain rows hold that are given the same."""
+"""What packed caches are given while they serve, and whether they hold what plain rows hold that are given it."""
 
 from __future__ import annotations
 

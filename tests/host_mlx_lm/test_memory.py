@@ -78,7 +78,7 @@ for request in range(20):
 
 @pytest.mark.parametrize("method", ["identity", "kivi:bits=4"])
 def test_the_graph_does_not_grow(method: str, record_property: Any) -> None:
-    """500 decode steps in which nobody reads the state: beyond what is held, the last hundred take what the first take."""
+    """500 decode steps in which nobody reads the state: the last hundred take what the first hundred take."""
     out, rss = child(f"""
 handle = vq_core.compress(model, method="{method}", residual=8)
 caches, out = handle.make_cache(), []

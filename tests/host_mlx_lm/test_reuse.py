@@ -163,7 +163,7 @@ def test_copies_of_the_store_share_their_arrays(compress: Any) -> None:
     state = [[a for a in c.state if isinstance(a, mx.array)] for c in kept]
     before = [[mx.array(a) for a in arrays] for arrays in state]
     mx.eval(before)
-    fetched = [store.fetch_nearest_cache("model", key + [1, 2, 3])[0] for _ in range(3)]
+    fetched = [store.fetch_nearest_cache("model", [*key, 1, 2, 3])[0] for _ in range(3)]
     for caches in fetched:
         for cache, arrays in zip(caches, state, strict=True):
             assert cache._history is not None

@@ -289,8 +289,8 @@ class Sequence:
     def _queries(self, rows: int, n: int) -> mx.array:
         x, begin = pool(2, self.dim, "float32"), self.random.randrange(POOL - n)
         heads = self.heads * self.random.choice((1, 2))
-        return mx.broadcast_to(x[:, :heads, begin : begin + n] if heads < 3 else
-                               mx.concatenate([x, x], axis=1)[:, :heads, begin : begin + n], (rows, heads, n, self.dim))  # fmt: skip
+        q = mx.concatenate([x, x], axis=1)[:, :heads, begin : begin + n]
+        return mx.broadcast_to(q, (rows, heads, n, self.dim))
 
     def deepcopy(self, twins: Twins) -> None:
         """Both go on by themselves."""

@@ -91,7 +91,9 @@ class Row:
         self.approximate = max(0, self.approximate - (goal - self.packed))
         self._pack(goal)
         cut = self.rules.sinks + seen if seen else 0
-        return tuple(mx.concatenate([h[:, :, :cut], e[:, :, cut:]], axis=2) for h, e in zip(self.held, exact))  # type: ignore[return-value]
+        return tuple(
+            mx.concatenate([h[:, :, :cut], e[:, :, cut:]], axis=2) for h, e in zip(self.held, exact, strict=True)
+        )  # type: ignore[return-value]
 
     def trim(self, n: int) -> None:
         """Drop the newest n tokens."""
@@ -149,7 +151,7 @@ def _joined(a: Pair, b: Pair) -> Pair:
 
 
 def dense(rows: list[Pair]) -> tuple[mx.array, mx.array, list[list[bool]]]:
-    """Rows side by side, aligned at the right over zeros: keys and values (B, H, T, D), and which places hold a token."""
+    """Rows side by side, aligned at the right over zeros: keys and values (B, H, T, D), and where a token is."""
     length = max(keys.shape[2] for keys, _ in rows)
     sides = [
         mx.concatenate([mx.pad(x, [(0, 0), (0, 0), (length - x.shape[2], 0), (0, 0)]) for x in side])

@@ -253,7 +253,7 @@ class PackedKVCache:
             draft = self._history.draft()
             draft.trim(n)
             # A lazy array belongs to the thread that made it; the next to generate may be another.
-            mx.async_eval(draft.arrays())
+            mx.async_eval(draft.arrays())  # type: ignore[no-untyped-call]
             self._history = draft
         return n
 
