@@ -16,7 +16,7 @@ from vq_core.attention.view import CacheView
 from vq_core.cache.history import History
 from vq_core.cache.policy import Attention, Fallback, LayerPolicy
 from vq_core.cache.report import LayerReport, describe
-from vq_core.cache.tagged import ReadCount, tag
+from vq_core.cache.tagged import ReadCount, Strictness, tag
 from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
 from vq_core.plugins.binding import BoundSide, bind
 from vq_core.plugins.registry import resolve
@@ -71,13 +71,14 @@ class PackedKVCache:
     @classmethod
     def from_policy(
         cls, policy: LayerPolicy, *, layer: int | None = None, rope: Rope | None = None,
-        model: str | None = None, strict: bool = False, strict_lengths: Collection[int] | None = None,
+        model: str | None = None, strict: bool | Strictness = False, strict_lengths: Collection[int] | None = None,
         sliding: int | None = None,
     ) -> PackedKVCache:  # fmt: skip
         """A cache of a checked policy, with what a host knows of the layer.
 
         ``strict``: ``update_and_fetch`` returns tags without a dense side, for hosts that know that the model
-        hands them to attention and does nothing else with them; ``strict_lengths``: for chunks of these lengths alone.
+        hands them to attention and does nothing else with them, or that host's word on it, asked at each update;
+        ``strict_lengths``: for chunks of these lengths alone.
         """
         cache = cls.__new__(cls)
         cache._setup(policy, layer, rope, model, strict, strict_lengths, sliding)
@@ -85,7 +86,7 @@ class PackedKVCache:
 
     def _setup(
         self, policy: LayerPolicy, layer: int | None = None, rope: Rope | None = None,
-        model: str | None = None, strict: bool = False, strict_lengths: Collection[int] | None = None,
+        model: str | None = None, strict: bool | Strictness = False, strict_lengths: Collection[int] | None = None,
         sliding: int | None = None,
     ) -> None:  # fmt: skip
         if sliding is not None:
