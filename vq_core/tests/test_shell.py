@@ -163,7 +163,7 @@ def test_state_goes_through_mlx_lm_s_file_format(echo: Make, normal: Any, snapsh
         lambda s: s[1:],
         lambda s: ["no json", *s[1:]],
         lambda s: ["{}", *s[1:]],
-        lambda s: [s[0].replace('"vq": 1', '"vq": 99'), *s[1:]],
+        lambda s: [s[0].replace('"vq": 2', '"vq": 99'), *s[1:]],
         lambda s: [s[0].replace("float32", "float31"), *s[1:]],
         lambda s: s[:-1],
         lambda s: [*s, s[-1]],

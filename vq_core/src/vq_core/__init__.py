@@ -18,11 +18,13 @@ from vq_core.errors import (
     UnsupportedShapeError,
     VQError,
 )
+from vq_core.hosts.loading import announce
 
 if TYPE_CHECKING:
     from vq_core.cache.policy import CachePolicy
     from vq_core.cache.shell import PackedKVCache
     from vq_core.hosts.mlx_lm import compress
+    from vq_core.hosts.mlx_lm.saved import load_cache, read_metadata, save_cache
     from vq_core.plugins.registry import list_methods
 
     __version__: str
@@ -32,6 +34,9 @@ _LAZY = {
     "PackedKVCache": "vq_core.cache.shell",
     "compress": "vq_core.hosts.mlx_lm",
     "list_methods": "vq_core.plugins.registry",
+    "load_cache": "vq_core.hosts.mlx_lm.saved",
+    "read_metadata": "vq_core.hosts.mlx_lm.saved",
+    "save_cache": "vq_core.hosts.mlx_lm.saved",
 }
 
 __all__ = [
@@ -47,7 +52,12 @@ __all__ = [
     "__version__",
     "compress",
     "list_methods",
+    "load_cache",
+    "read_metadata",
+    "save_cache",
 ]
+
+announce()
 
 
 def __getattr__(name: str) -> Any:

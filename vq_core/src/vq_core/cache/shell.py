@@ -16,7 +16,7 @@ from vq_core.cache.history import History
 from vq_core.cache.policy import Attention, Fallback, LayerPolicy
 from vq_core.cache.report import LayerReport, describe
 from vq_core.cache.tagged import ReadCount, tag
-from vq_core.errors import CacheStateError, FormatError, SettingsError, UnsupportedShapeError, VQError
+from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
 from vq_core.plugins.binding import BoundSide, bind
 from vq_core.plugins.registry import resolve
 
@@ -270,17 +270,23 @@ class PackedKVCache:
         from vq_core.cache.state import restore
 
         made = type(self).__new__(type(self))  # so that a state that is refused changes nothing
-        try:
-            restore(made, value)
-        except VQError:
-            raise
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise FormatError(f"this is not the state of a PackedKVCache: {error}") from error
+        restore(made, value)
         self.__dict__.update(made.__dict__)
 
     @classmethod
-    def from_state(cls, state: Sequence[Any]) -> PackedKVCache:
-        """A cache from what :attr:`state` gave."""
+    def from_state(cls, state: Sequence[Any], meta_state: Any = None) -> PackedKVCache:
+        """A cache from what :attr:`state` gave.
+
+        ``meta_state`` is what caches of mlx-lm before 0.32 were made from as well; nothing of ours has one.
+
+        Raises:
+            FormatError, SettingsError, PluginError: as :func:`vq_core.cache.state.rebuild`.
+            HostError: a ``meta_state`` was given.
+        """
+        if meta_state is not None:
+            from vq_core.hosts.mlx_lm.versions import other_protocol
+
+            raise other_protocol()
         cache = cls.__new__(cls)
         cache.state = state
         return cache

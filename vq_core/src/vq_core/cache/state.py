@@ -1,162 +1,252 @@
-"""A cache as a flat list: one text leaf that says everything but the arrays, then the arrays.
+"""A cache as a description, plain JSON, and named arrays: what any file of it holds.
 
 mlx-lm saves a state whose leaves are arrays and scalars, turns tuples into lists and drops empty containers, so
-the state is a plain list and all structure stands in the text.
+for it the state is a flat list: the description as one text leaf, then the arrays in the order that it names.
+
+A description may come from a file that somebody has damaged or made up.  So every number is checked against the
+arrays, whose bytes are there, before a method is bound to it, let alone memory taken for it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import mlx.core as mx
 
-from vq_core.api.facts import Rope
-from vq_core.cache.history import History
+from vq_core.api.facts import SIDES, Rope
+from vq_core.api.layout import Layout
+from vq_core.api.settings import parse_choice
 from vq_core.cache.policy import LayerPolicy
-from vq_core.cache.store import PageStore
-from vq_core.errors import FormatError
+from vq_core.cache.state_checks import check_arrays, check_store, check_window
+from vq_core.errors import FormatError, SettingsError, VQError
+from vq_core.files import jsontext
+from vq_core.files.jsontext import shown
+from vq_core.plugins.registry import find, resolve
 
 if TYPE_CHECKING:
     from vq_core.cache.shell import PackedKVCache
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 WINDOW = ("keys", "values", "sink_keys", "sink_values")
 COUNTS = ("counts", "approximate", "sinks")
+ALWAYS = ("vq", "policy", "methods", "layer", "model", "rope")
+FILLED = ("shape", "layout", "window", "stores", "arrays")
+SHAPE = ("kv_heads", "key_dim", "value_dim", "dtype", "rows")
 
 
-def dump(cache: PackedKVCache) -> list[Any]:
-    """The state of a cache."""
-    header: dict[str, Any] = {
+def describe(cache: PackedKVCache) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """A cache's description and its arrays; a cache without tokens is described by its policy alone."""
+    description: dict[str, Any] = {
         "vq": STATE_VERSION, "policy": cache.policy.text, "layer": cache.layer, "model": cache._model,
         "rope": cache._rope and attrs.asdict(cache._rope),
     }  # fmt: skip
-    history, arrays = cache._history, []
-    if history is not None:
-        ctx = history.bound["keys"].ctx
-        header["shape"] = {
-            "kv_heads": ctx.kv_heads, "key_dim": ctx.key_dim, "value_dim": ctx.value_dim,
-            "dtype": ctx.dtype, "rows": history.rows,
-        }  # fmt: skip
-        header["methods"] = {
-            side: {"distribution": b.record.distribution, "version": b.record.version}
-            for side, b in history.bound.items()
-        }
-        window = history.window
-        header["window"] = {"counts": window.counts, "approximate": window.approximate, "sinks": window.sinks}
-        header["stores"] = {s: {"tokens": t.tokens, "owned": t.owned} for s, t in history.stores.items()}
-        names = []
-        for name in WINDOW:
-            array = getattr(window, name)
-            if array is not None:
-                names.append(f"window.{name}")
-                arrays.append(array)
-        for side, store in history.stores.items():
-            for name, array in (store.paged | store.sequence).items():
-                names.append(f"{side}.{name}")
-                arrays.append(array)
-        header["arrays"] = names
-    return [json.dumps(header), *arrays]
+    history = cache._history
+    records: dict[str, Any]
+    if history is None or cache.empty():
+        records = {side: resolve(getattr(cache.policy, side).label) for side in SIDES}
+    else:
+        records = {side: bound.record for side, bound in history.bound.items()}
+    description["methods"] = {s: {"distribution": r.distribution, "version": r.version} for s, r in records.items()}
+    arrays: dict[str, mx.array] = {}
+    if history is None or cache.empty():
+        return description, arrays
+    ctx, window = history.bound["keys"].ctx, history.window
+    description["shape"] = {
+        "kv_heads": ctx.kv_heads, "key_dim": ctx.key_dim, "value_dim": ctx.value_dim,
+        "dtype": ctx.dtype, "rows": history.rows,
+    }  # fmt: skip
+    description["layout"] = {side: layout_text(bound.layout) for side, bound in history.bound.items()}
+    description["window"] = {name: getattr(window, name) for name in COUNTS}
+    description["stores"] = {s: {"tokens": t.tokens, "owned": t.owned} for s, t in history.stores.items()}
+    arrays |= {f"window.{n}": a for n in WINDOW if (a := getattr(window, n)) is not None}
+    for side, store in history.stores.items():
+        arrays |= {f"{side}.{name}": array for name, array in (store.paged | store.sequence).items()}
+    description["arrays"] = list(arrays)
+    return description, arrays
+
+
+def dump(cache: PackedKVCache) -> list[Any]:
+    """The state of a cache for mlx-lm: the description as text, then the arrays."""
+    description, arrays = describe(cache)
+    return [json.dumps(description), *arrays.values()]
 
 
 def restore(cache: PackedKVCache, state: Sequence[Any]) -> None:
-    """Make ``cache`` what ``state`` describes.
+    """Make ``cache`` what ``state``, from :func:`dump`, describes.
 
     Raises:
-        FormatError: not a state of ours, of another version, or arrays that do not fit the description.
-        SettingsError, PluginError: the methods named are not installed or refuse.
+        As :func:`rebuild`.
     """
-    text, *arrays = state
-    if not isinstance(text, str):
-        raise FormatError("this is not the state of a PackedKVCache: its first leaf is no text")
-    header = json.loads(text)
-    if not isinstance(header, dict) or header.get("vq") != STATE_VERSION:
-        raise FormatError(f"cache state of version {header.get('vq')!r}; this vq-core reads version {STATE_VERSION}")
-    if not isinstance(header["layer"], int | None):
-        raise FormatError(f"layer {header['layer']!r} is no index")
-    rope = header["rope"] and Rope(**header["rope"])
-    cache._setup(LayerPolicy.make(**header["policy"]), header["layer"], rope, header["model"])
-    if "shape" not in header:
+    if not isinstance(state, list | tuple) or not state or not isinstance(state[0], str):
+        raise FormatError("this is not the state of a PackedKVCache: it must be a list that begins with text")
+    description, arrays = jsontext.parse(state[0], "the state of a PackedKVCache"), state[1:]
+    names = description.get("arrays", []) if isinstance(description, dict) else []
+    if not isinstance(names, list) or len(names) != len(arrays) or not all(isinstance(n, str) for n in names):
+        raise FormatError(f"the state of a PackedKVCache has {len(arrays)} arrays and names {shown(names)} of them")
+    if len(set(names)) != len(names):
+        raise FormatError("the state of a PackedKVCache names an array twice")
+    rebuild(cache, description, dict(zip(names, arrays, strict=True)))
+
+
+def rebuild(cache: PackedKVCache, description: Any, arrays: Mapping[str, Any]) -> None:
+    """Make ``cache`` what a description and its arrays say.
+
+    Raises:
+        FormatError: not a description of ours, of another version, made by another version of a method or with
+            another layout than the installed one's, or arrays that do not fit it.
+        SettingsError: a method that is not installed, or settings that it does not accept.
+        PluginError: a method that is installed and cannot be used.
+    """
+    try:
+        _rebuild(cache, checked(description), arrays)
+    except VQError:
+        raise
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        raise FormatError(f"this is not the state of a PackedKVCache: {error}") from error
+
+
+def checked(description: Any) -> dict[str, Any]:
+    """A description whose every entry has the type and range it must have; arrays and methods are not asked.
+
+    Raises:
+        FormatError: it has not.
+    """
+    what = "the state of a PackedKVCache"
+    if not isinstance(description, dict):
+        raise FormatError(f"{what} must be an object, not {shown(description)}")
+    if description.get("vq") != STATE_VERSION or isinstance(description["vq"], bool | float):
+        raise FormatError(
+            f"cache state of version {shown(description.get('vq'))}; this vq-core reads version {STATE_VERSION}"
+        )
+    jsontext.record(description, what, *ALWAYS, *(FILLED if "shape" in description else ()))
+    policy = jsontext.record(description["policy"], "the policy", *(a.name for a in attrs.fields(LayerPolicy)))
+    for name in ("keys", "values", "attention", "fallback"):
+        jsontext.text(policy[name], f"the policy's {name}")
+    for name in ("residual", "sink_tokens"):
+        jsontext.whole(policy[name], f"the policy's {name}")
+    for side, was in jsontext.record(description["methods"], "the methods", *SIDES).items():
+        for name, value in jsontext.record(was, f"the method of the {side}", "distribution", "version").items():
+            jsontext.text(value, f"the {name} of the method of the {side}", 200)
+    if description["layer"] is not None:
+        jsontext.whole(description["layer"], "the layer's index")
+    if description["model"] is not None:
+        jsontext.text(description["model"], "the model's name")
+    if description["rope"] is not None:
+        rope = jsontext.record(description["rope"], "rope", "kind", "base", "dims")
+        jsontext.whole(rope["dims"], "the channels of rope")
+        number = isinstance(rope["base"], int | float) and not isinstance(rope["base"], bool)
+        if rope["kind"] not in ("half", "interleaved") or not number or not 0 < rope["base"] < 1e30:
+            raise FormatError(f"rope must have a kind and a base of a known range, not {shown(list(rope.values()))}")
+    if "shape" in description:
+        _check_filled(description)
+    return description
+
+
+def _check_filled(description: dict[str, Any]) -> None:
+    shape = jsontext.record(description["shape"], "the shape", *SHAPE)
+    rows = jsontext.whole(shape["rows"], "the number of rows", low=1)
+    window = jsontext.record(description["window"], "the window", *COUNTS)
+    for name in COUNTS:
+        jsontext.wholes(window[name], f"the window's {name}", rows)
+    for side, store in jsontext.record(description["stores"], "the stores", *SIDES).items():
+        jsontext.record(store, f"the store of the {side}", "tokens", "owned")
+        jsontext.wholes(store["tokens"], f"the tokens of the {side}", rows)
+        if not isinstance(store["owned"], list) or len(store["owned"]) != rows:
+            raise FormatError(f"the pages of the {side} must be {rows} lists")
+        for owned in store["owned"]:
+            jsontext.wholes(owned, f"the pages of the {side}")
+    jsontext.record(description["layout"], "the layouts", *SIDES)
+    if not isinstance(description["arrays"], list):
+        raise FormatError("the names of the arrays must be a list")
+
+
+def policy_of(description: Mapping[str, Any]) -> LayerPolicy:
+    """The policy of a checked description, its methods being those that packed.
+
+    Raises:
+        SettingsError: a method that is not installed; the message has the pip line. Settings that it refuses.
+        PluginError: a method that is installed and cannot be used.
+        FormatError: another distribution or version of the method is installed.
+    """
+    for side in SIDES:
+        label, was = parse_choice(description["policy"][side]).label, description["methods"][side]
+        needed = f"{was['distribution']} {was['version']}"
+        way_out = f"pip install '{was['distribution']}=={was['version']}'"
+        try:
+            find(label)
+        except SettingsError as error:
+            raise SettingsError(
+                f"the {side} were packed by method {label!r} of {needed}, which is not installed: {way_out} ({error})"
+            ) from error
+        record = resolve(label)
+        if (record.distribution, record.version) != (was["distribution"], was["version"]):
+            raise FormatError(
+                f"the {side} were packed by method {label!r} of {needed}; installed is {record.distribution} "
+                f"{record.version}: {way_out}, or make the cache again"
+            )
+    return LayerPolicy.make(**description["policy"])
+
+
+def _rebuild(cache: PackedKVCache, description: dict[str, Any], arrays: Mapping[str, Any]) -> None:
+    rope = description["rope"] and Rope(**description["rope"])
+    named = description.get("arrays", [])
+    if sorted(named) != sorted(arrays):
+        raise FormatError(f"the state of a PackedKVCache names {shown(named)} arrays and has {shown(list(arrays))}")
+    cache._setup(policy_of(description), description["layer"], rope, description["model"])
+    if "shape" not in description:
         return
-    shape = dict(header["shape"])
-    shape["dtype"] = getattr(mx, shape["dtype"])
-    cache.prepare_for(**shape)
-    history = cache._history
+    check_arrays(description, arrays)
+    shape = description["shape"]
+    cache.prepare_for(**(shape | {"dtype": getattr(mx, shape["dtype"])}))
+    history, held = cache._history, dict(arrays)
     assert history is not None
     for side, bound in history.bound.items():
-        was = header["methods"][side]
-        if was != {"distribution": bound.record.distribution, "version": bound.record.version}:
+        was, now = description["layout"][side], layout_text(bound.layout)
+        if was != now:
             raise FormatError(
-                f"{side} were packed by {was['distribution']} {was['version']}; installed is "
-                f"{bound.record.distribution} {bound.record.version}"
+                f"the {side} were packed with another layout than the installed method's: {_differences(was, now)}"
             )
-    held = dict(zip(header["arrays"], arrays, strict=True))
     for name in COUNTS:
-        setattr(history.window, name, header["window"][name])
+        setattr(history.window, name, list(description["window"][name]))
     for name in WINDOW:
         setattr(history.window, name, held.pop(f"window.{name}", None))
     for side, store in history.stores.items():
-        store.tokens, store.owned = header["stores"][side]["tokens"], header["stores"][side]["owned"]
+        entry = description["stores"][side]
+        store.tokens, store.owned = list(entry["tokens"]), [list(o) for o in entry["owned"]]
         for field in store.layout.fields:
             array = held.pop(f"{side}.{field.name}", None)
-            if array is None:
-                continue
-            if array.shape[1:] != (store.heads, *field.shape):
-                raise FormatError(f"{side}.{field.name} has shape {array.shape}; its rows must be {field.shape}")
-            (store.paged if field.axis is not None else store.sequence)[field.name] = array
-        store.capacity = next((a.shape[0] for a in store.paged.values()), 0)
+            if array is not None:
+                (store.paged if field.axis is not None else store.sequence)[field.name] = array
+        store.capacity = next((a.shape[0] for a in store.paged.values() if a.ndim), 0)
     if held:
-        raise FormatError(f"arrays that the layout does not name: {', '.join(held)}")
-    _check_window(history)
+        raise FormatError(f"arrays that the layout does not name: {shown(', '.join(held))}")
+    check_window(history)
     for side, store in history.stores.items():
-        _check_store(side, store, history)
+        check_store(side, store, history)
 
 
-def _check_window(history: History) -> None:
-    window, ctx = history.window, history.bound["keys"].ctx
-    rows = len(history.stores["keys"].tokens)
-    if not len(window.counts) == len(window.approximate) == len(window.sinks) == rows:
-        raise FormatError(f"the window's counts must have one number for each of {rows} rows")
-    for approximate, count in zip(window.approximate, window.counts, strict=True):
-        if not 0 <= approximate <= count:
-            raise FormatError(f"{approximate} approximate tokens in a window of {count}")
-    if any(n not in (0, history.sinks) for n in window.sinks):
-        raise FormatError(f"{window.sinks} sink tokens; a row has none or {history.sinks}")
-    for name, counts, dim in (
-        ("keys", window.counts, ctx.key_dim), ("values", window.counts, ctx.value_dim),
-        ("sink_keys", window.sinks, ctx.key_dim), ("sink_values", window.sinks, ctx.value_dim),
-    ):  # fmt: skip
-        array = getattr(window, name)
-        wanted = (rows, ctx.kv_heads, array.shape[2] if array is not None and array.ndim == 4 else 0, dim)
-        if array is None:
-            fits = not any(counts)
-        else:
-            fits = array.shape == wanted and wanted[2] >= max(counts) and array.dtype == getattr(mx, ctx.dtype)
-        if not fits:
-            found = "missing" if array is None else f"{array.shape} {array.dtype}"
-            raise FormatError(f"window.{name} is {found}; it must hold {counts} tokens, (B, H, W, D) {ctx.dtype}")
+def layout_text(layout: Layout) -> dict[str, Any]:
+    """A layout as JSON holds it."""
+    fields = [attrs.asdict(field) | {"shape": list(field.shape)} for field in layout.fields]
+    return {"block": layout.block, "page": layout.page, "fields": fields}
 
 
-def _check_store(side: str, store: PageStore, history: History) -> None:
-    page = store.layout.page
-    pages = [-(-n // page) for n in store.tokens]
-    numbers = sorted(number for owned in store.owned for number in owned)
-    if (
-        store.tokens != history.packed
-        or any(n < 0 or n % history.block for n in store.tokens)
-        or [len(owned) for owned in store.owned] != pages
-        or numbers != list(range(sum(pages)))
-        or store.capacity < sum(pages)
-    ):
-        raise FormatError(f"{side}: {store.tokens} tokens do not fit pages {store.owned} of {store.capacity}")
-    for field in store.layout.fields:
-        array = store.paged.get(field.name) if field.axis is not None else store.sequence.get(field.name)
-        if array is None and not any(store.tokens):
-            continue
-        length = store.capacity if field.axis is not None else len(store.tokens)
-        accepted = [getattr(mx, dtype) for dtype in (field.dtype, field.wide) if dtype]
-        if array is None or array.shape[0] != length or array.dtype not in accepted:
-            found = "missing" if array is None else f"{array.shape} {array.dtype}"
-            raise FormatError(f"{side}.{field.name} is {found}; it must be {length} rows of {field.dtype}")
+def _differences(was: Any, now: dict[str, Any]) -> str:
+    if not isinstance(was, dict) or not isinstance(was.get("fields"), list):
+        return f"{shown(was)} is no layout"
+    found = [f"{k} {shown(was.get(k))}, now {now[k]}" for k in ("block", "page") if was.get(k) != now[k]]
+    before = {f.get("name"): f for f in was["fields"] if isinstance(f, dict) and isinstance(f.get("name"), str)}
+    after = {f["name"]: f for f in now["fields"]}
+    found += [f"field {shown(n)} is in the file only" for n in before if n not in after]
+    found += [f"field {n!r} is new" for n in after if n not in before]
+    for name, field in after.items():
+        old = before.get(name, field)
+        found += [f"{name}.{k} {_plain(old.get(k))}, now {_plain(v)}" for k, v in field.items() if old.get(k) != v]
+    return "; ".join(found) or "the order of its fields"
+
+
+def _plain(value: Any) -> str:
+    return shown(str(value)).strip("'\"")

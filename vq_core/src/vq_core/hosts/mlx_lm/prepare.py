@@ -69,6 +69,14 @@ class CompressedModel:
         self._made = [_Made(cache) for cache in caches]
         return caches
 
+    def fresh(self) -> list[Any]:
+        """Caches as :meth:`make_cache` makes them, which the report does not tell of."""
+        return self._fresh()
+
+    def adopt(self, caches: Sequence[Any]) -> None:
+        """Let :meth:`report` tell of these caches, such as loaded ones, as of those made last."""
+        self._made = [_Made(cache) for cache in caches]
+
     def plain_cache(self) -> list[Any]:
         """Fresh caches as the model makes them by itself, for comparison."""
         return self._native()
@@ -359,6 +367,12 @@ def compress(
             raise
     finally:
         hook.uninstall()
+
+
+def handle_of(model: Any) -> CompressedModel | None:
+    """The handle of a model that is prepared now, ``None`` for any other."""
+    handle = getattr(getattr(model, "make_cache", None), _MARK, None)
+    return handle if isinstance(handle, CompressedModel) and handle.model is model else None
 
 
 def register() -> None:

@@ -1,0 +1,273 @@
+"""Safetensors files of ours: JSON that describes, tensors that hold, a hash of every byte.
+
+The file is a valid safetensors file.  Its ``__metadata__`` has the format's name and version, our description as
+JSON text, the hash of the tensors' bytes and the hash of the header (with that hash's own digits as zeros).
+Nothing that the file claims is believed: a tensor is made after its place, size and dtype were checked against
+the length of the file, so that memory is bounded by that length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import stat
+import struct
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+from vq_core.errors import FormatError, SettingsError
+from vq_core.files import jsontext
+from vq_core.files.atomic import kind, replacing
+from vq_core.files.jsontext import shown
+
+LARGEST_HEADER = 16 * 2**20
+DTYPES = {
+    "BOOL": mx.bool_, "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16, "F16": mx.float16,
+    "BF16": mx.bfloat16, "U32": mx.uint32, "I32": mx.int32, "F32": mx.float32, "U64": mx.uint64, "I64": mx.int64,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ZERO = "0" * 64
+_PIECE = 2**24
+
+
+@attrs.frozen
+class Format:
+    """A kind of file.
+
+    Attributes:
+        name: Stored in each file.
+        version: The one that is written and read.
+    """
+
+    name: str
+    version: int
+
+
+@attrs.frozen(eq=False)
+class Header:
+    """A checked header.
+
+    Attributes:
+        description: What the writer described, any JSON.
+        tensors: By name: dtype by safetensors name, shape, first byte.
+        data_sha256: Hash of the tensors' bytes, checked when they are read.
+        start: Where in the file they begin.
+        length: Their bytes.
+    """
+
+    description: Any
+    tensors: Mapping[str, tuple[str, tuple[int, ...], int]]
+    data_sha256: str
+    start: int
+    length: int
+
+
+# ---- writing
+
+
+def write(path: str | os.PathLike[str], form: Format, description: Any, tensors: Mapping[str, mx.array]) -> None:
+    """Write a file; ``path`` has the old content or the new at every moment.
+
+    Raises:
+        SettingsError: a path that cannot be written, a disk that is full, a dtype or a description that no file
+            can hold.  ``path`` is as it was.
+    """
+    table, offset = {}, 0
+    for name, array in tensors.items():
+        if array.dtype not in _NAMES:
+            raise SettingsError(f"{name} is {array.dtype}; a file can hold {', '.join(map(str, _NAMES))}")
+        end = offset + array.nbytes
+        table[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
+        offset = end
+    try:
+        about = {"format": form.name, "version": str(form.version), "description": jsontext.dump(description)}
+        about |= {"data_sha256": _ZERO, "header_sha256": _ZERO}
+        size = len(_header(table, about))
+        if size > LARGEST_HEADER:
+            raise SettingsError(f"the description takes {size:,} bytes; a file can hold {LARGEST_HEADER:,}")
+        with replacing(path) as file:
+            file.write(bytes(size))
+            digest = hashlib.sha256()
+            for array in tensors.values():
+                data = _bytes_of(array)
+                digest.update(data)
+                file.write(data)
+            about["data_sha256"] = digest.hexdigest()
+            about["header_sha256"] = hashlib.sha256(_header(table, about)).hexdigest()
+            file.seek(0)
+            file.write(_header(table, about))
+    except OSError as error:
+        raise SettingsError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+
+
+def _header(table: Mapping[str, Any], about: Mapping[str, str]) -> bytes:
+    text = jsontext.dump({"__metadata__": about, **table}).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _bytes_of(array: mx.array) -> memoryview:
+    """All bytes of an array in order, without a copy where it lies in order."""
+    return memoryview(mx.contiguous(array.reshape(-1)).view(mx.uint8))  # type: ignore[arg-type]
+
+
+# ---- reading
+
+
+def read_header(path: str | os.PathLike[str], form: Format) -> Header:
+    """Read and check the description; the tensors' bytes are not looked at.
+
+    Raises:
+        FormatError: anything that is not a whole file of this format and version.
+    """
+    with _open(path) as file:
+        return _read_header(file, form)
+
+
+class Reader:
+    """A file of ours, opened once: what is checked and what is read are the same file, whatever its name leads to.
+
+    Args:
+        path: The file.
+        form: The format that it must have.
+
+    Raises:
+        FormatError: anything that is not a whole file of this format and version.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], form: Format):
+        self._file = _open(path)
+        try:
+            self.header = _read_header(self._file, form)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def tensors(self) -> dict[str, mx.array]:
+        """All tensors, evaluated.
+
+        Raises:
+            FormatError: bytes that are not those that were written.
+        """
+        header, digest = self.header, hashlib.sha256()
+        found = {}
+        self._file.seek(header.start)
+        for name, (dtype, shape, _) in header.tensors.items():
+            data = np.empty(math.prod(shape) * DTYPES[dtype].size, np.uint8)
+            view = memoryview(data)  # type: ignore[arg-type]
+            done = 0
+            while done < len(view):
+                got = self._file.readinto(view[done : done + _PIECE])  # type: ignore[attr-defined]
+                if not got:
+                    raise FormatError("the file became shorter while it was read")
+                digest.update(view[done : done + got])
+                done += got
+            if dtype == "BOOL" and data.size and data.max() > 1:
+                raise FormatError(f"tensor {shown(name)} has bytes that are neither true nor false")
+            found[name] = mx.array(data).view(DTYPES[dtype]).reshape(shape) if data.size else _empty(dtype, shape)
+            mx.eval(found[name])
+        if digest.hexdigest() != header.data_sha256:
+            raise FormatError("the tensors' bytes are not those that were saved: the file is damaged")
+        return found
+
+
+def _empty(dtype: str, shape: tuple[int, ...]) -> mx.array:
+    return mx.zeros(shape, DTYPES[dtype])
+
+
+def _open(path: str | os.PathLike[str]) -> BinaryIO:
+    try:
+        # Without blocking: a pipe that nobody writes to would keep us here for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise FormatError(f"cannot read {shown(os.fspath(path))}: {getattr(error, 'strerror', error)}") from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise FormatError(f"{shown(os.fspath(path))} is {kind(mode)}, not a regular file")
+    return open(descriptor, "rb", buffering=0)
+
+
+def _read(file: BinaryIO, n: int) -> bytes:
+    data = bytearray()
+    while len(data) < n:
+        piece = file.read(min(n - len(data), _PIECE))
+        if not piece:
+            break
+        data += piece
+    return bytes(data)
+
+
+def _read_header(file: BinaryIO, form: Format) -> Header:
+    total = os.fstat(file.fileno()).st_size
+    if total < 8:
+        raise FormatError(f"the file has {total} bytes: it is empty or cut, not a saved cache")
+    (size,) = struct.unpack("<Q", _read(file, 8))
+    if size > total - 8:
+        raise FormatError(f"the header claims {size:,} bytes, the file has {total:,}: cut, or no safetensors file")
+    if size > LARGEST_HEADER:
+        raise FormatError(f"the header claims {size:,} bytes; at most {LARGEST_HEADER:,} are read")
+    raw = _read(file, size)
+    content = jsontext.parse(raw, "the file's header")
+    about = content.get("__metadata__") if isinstance(content, dict) else None
+    if not isinstance(about, dict) or about.get("format") != form.name:
+        raise FormatError(_stranger(about, form))
+    if about.get("version") != str(form.version):
+        raise FormatError(
+            f"a {form.name} file of version {shown(about.get('version'))}; this vq-core reads version {form.version}"
+        )
+    keys = ("format", "version", "description", "data_sha256", "header_sha256")
+    about = jsontext.record(about, "the file's metadata", *keys)
+    digest = about["header_sha256"]
+    if not isinstance(digest, str) or len(digest) != 64 or raw.count(digest.encode("utf-8", "replace")) != 1:
+        raise FormatError("the header's hash is no hash: the file is damaged")
+    before, after = raw.split(digest.encode())
+    whole = struct.pack("<Q", size) + before + _ZERO.encode() + after
+    if hashlib.sha256(whole).hexdigest() != digest:
+        raise FormatError("the header is not the one that was saved: the file is damaged")
+    start = 8 + size
+    tensors = {name: _tensor(name, content[name]) for name in content if name != "__metadata__"}
+    tensors = dict(sorted(tensors.items(), key=lambda item: (item[1][2], math.prod(item[1][1]) > 0)))
+    end = 0
+    for name, (dtype, shape, begin) in tensors.items():
+        if begin != end:
+            raise FormatError(f"tensor {shown(name)} begins at byte {begin}, the one before ends at {end}")
+        end += math.prod(shape) * DTYPES[dtype].size
+    if start + end != total:
+        raise FormatError(f"the file has {total:,} bytes, its header describes {start + end:,}: cut, or added to")
+    description = jsontext.parse(jsontext.text(about["description"], "the description", LARGEST_HEADER), "description")
+    return Header(description, tensors, jsontext.text(about["data_sha256"], "the hash", 64), start, end)
+
+
+def _stranger(about: Any, form: Format) -> str:
+    if isinstance(about, dict) and any(isinstance(k, str) and k[:2] in ("0.", "1.", "2.") for k in about):
+        return "this file is of mlx-lm's own format: read it with mlx_lm.models.cache.load_prompt_cache"
+    return f"this is no file of the format {form.name}"
+
+
+def _tensor(name: str, value: Any) -> tuple[str, tuple[int, ...], int]:
+    what = f"tensor {shown(name)}"
+    entry = jsontext.record(value, what, "dtype", "shape", "data_offsets")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
+        raise FormatError(f"{what} has dtype {shown(entry['dtype'])}; known are {', '.join(DTYPES)}")
+    shape = tuple(jsontext.wholes(entry["shape"], f"the shape of {what}"))
+    if len(shape) > 8:
+        raise FormatError(f"{what} has {len(shape)} axes; at most 8 are read")
+    offsets = entry["data_offsets"]
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        raise FormatError(f"the place of {what} must be two numbers")
+    begin, end = (jsontext.whole(n, f"the place of {what}", high=2**62) for n in offsets)
+    if end - begin != math.prod(shape) * DTYPES[entry["dtype"]].size:
+        raise FormatError(f"{what} takes {end - begin:,} bytes; its shape {shape} asks for another number")
+    return entry["dtype"], shape, begin
