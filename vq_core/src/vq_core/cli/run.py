@@ -66,7 +66,10 @@ def run(
         fallback=fallback,
     )  # fmt: skip
     _look_at(given)
-    module = importlib.import_module(f"mlx_lm.{command}")
+    try:
+        module = importlib.import_module(f"mlx_lm.{command}")
+    except ImportError as error:
+        raise HostError(f"mlx-lm's {command} cannot be imported: {error}; install what it needs") from error
     before = sys.argv
     sys.argv = [f"mlx_lm.{command}", *given]
     try:

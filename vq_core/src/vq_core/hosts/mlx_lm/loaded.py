@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from vq_core.cache.policy import CachePolicy
 from vq_core.cache.shell import PackedKVCache
-from vq_core.errors import HostError
+from vq_core.errors import HostError, SettingsError
 from vq_core.hosts.mlx_lm import hook
 from vq_core.hosts.mlx_lm.prepare import CompressedModel, compress, register
 from vq_core.hosts.mlx_lm.report import ModelReport
@@ -94,6 +94,8 @@ def compress_loaded(**policy: Any) -> Iterator[Loaded]:
 
     register()
     dense = policy.pop("dense", "auto")
+    if dense not in ("auto", "lazy", "strict"):
+        raise SettingsError(f"dense must be auto, lazy or strict; got {dense!r}")
     loaded = Loaded(CachePolicy.make(**policy))
     load_model, load_prompt_cache = utils.load_model, cache.load_prompt_cache
 
