@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import importlib.metadata
 import os
@@ -186,6 +187,18 @@ def test_what_a_compressed_model_s_caches_carry(compress: Any, path: Path) -> No
     entry = handle.report().layers[0]
     assert entry.status == "packed" and entry.report is not None and not entry.report.lost
     assert loaded[0].reads.dense == 0 and loaded[0]._strict is caches[0]._strict
+
+
+def test_a_copy_of_a_compressed_model(compress: Any, path: Path) -> None:
+    """It makes its caches through the original's handle, and is judged as the original is."""
+    model = build("llama")
+    handle = compress(model, "kivi:bits=4", residual=8)
+    vq_core.save_cache(path, caches := handle.make_cache(), model=model)
+    other = copy.deepcopy(model)
+    assert [c.policy for c in vq_core.load_cache(path, model=other)] == [c.policy for c in caches]
+    other.model.layers[0].self_attn.q_proj.weight = other.model.layers[0].self_attn.q_proj.weight + 1
+    with pytest.raises(FormatError, match="other weights"):
+        vq_core.load_cache(path, model=other)
 
 
 def test_a_model_prepared_or_not(compress: Any, path: Path) -> None:

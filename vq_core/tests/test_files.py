@@ -245,9 +245,24 @@ def test_a_link_is_followed(saved: Path, tmp_path: Path) -> None:
     assert link.is_symlink() and read(saved)[0] == "new"
 
 
+@pytest.mark.parametrize("path", (None, 5, b"file", ["file"]))
+def test_what_is_no_path(path: Any) -> None:
+    for use in (lambda: tensors.write(path, FORM, None, {}), lambda: tensors.read_header(path, FORM)):
+        with pytest.raises(SettingsError, match="must be text or a Path"):
+            use()
+
+
+def test_the_longest_name(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    tensors.write(path, FORM, "new", {})
+    (tmp_path / f".{atomic._stem(path)}{atomic.MARK}0").write_bytes(b"left")
+    tensors.write(path, FORM, "newer", {})
+    assert read(path)[0] == "newer" and os.listdir(tmp_path) == [path.name]
+
+
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name in (tmp_path, tmp_path / "none" / "file", tmp_path / "pipe", tmp_path / ("x" * 300), "/dev/null"):
+    for name in (tmp_path, tmp_path / "none" / "file", tmp_path / "pipe", tmp_path / ("x" * 300), "/dev/null", "a\0b"):
         with pytest.raises(SettingsError, match="cannot write"):
             tensors.write(name, FORM, None, {})
     assert sorted(os.listdir(tmp_path)) == ["pipe"]

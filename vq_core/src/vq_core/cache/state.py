@@ -9,6 +9,7 @@ arrays, whose bytes are there, before a method is bound to it, let alone memory 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -228,8 +229,9 @@ def _rebuild(cache: PackedKVCache, description: dict[str, Any], arrays: Mapping[
         check_store(side, store, history)
 
 
+@functools.lru_cache(256)
 def layout_text(layout: Layout) -> dict[str, Any]:
-    """A layout as JSON holds it."""
+    """A layout as JSON holds it; shared, because hosts ask for states often, so not to be changed."""
     fields = [attrs.asdict(field) | {"shape": list(field.shape)} for field in layout.fields]
     return {"block": layout.block, "page": layout.page, "fields": fields}
 

@@ -117,7 +117,8 @@ def expected(model: Any) -> Expected:
 
     handle = model if isinstance(model, CompressedModel) else handle_of(model)
     if handle is not None:
-        return Expected(handle.model, handle, handle.fresh(), _tried(handle.model, handle.plain_cache()))
+        model = handle.model if model is handle else model
+        return Expected(model, handle, handle.fresh(), _tried(model, handle.plain_cache()))
     if not hasattr(model, "layers") or not hasattr(model, "parameters"):
         raise SettingsError(
             f"model must be a model, the first of what mlx_lm.load returns, or what compress returned; "

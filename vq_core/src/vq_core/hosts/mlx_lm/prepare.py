@@ -370,9 +370,9 @@ def compress(
 
 
 def handle_of(model: Any) -> CompressedModel | None:
-    """The handle of a model that is prepared now, ``None`` for any other."""
+    """The handle that makes a model's caches now (for a copy, that of what it was copied from), ``None`` without."""
     handle = getattr(getattr(model, "make_cache", None), _MARK, None)
-    return handle if isinstance(handle, CompressedModel) and handle.model is model else None
+    return handle if isinstance(handle, CompressedModel) else None
 
 
 def register() -> None:
