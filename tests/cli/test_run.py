@@ -21,6 +21,7 @@ import vq_core
 from vq_core.cli.main import main
 from vq_core.cli.options import model_path
 from vq_core.demo import MODEL_PATH
+from vq_core.testing import load_plugin, registered
 
 from ..host_mlx_lm.models import TEMPLATE, save
 
@@ -173,6 +174,22 @@ def test_batches_are_refused_in_one_line(folder: Path, monkeypatch: Any, capsys:
         monkeypatch, capsys, "--method", "kivi", "benchmark", "--model", folder, "-p", 20, "-g", 2, "-n", 1, "-b", 2
     )
     assert status == 2 and "a batch size of 1" in err.splitlines()[-1] and "Traceback" not in err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore:mlx_lm.server:UserWarning")
+def test_a_server_whose_model_is_refused_ends(folder: Path, monkeypatch: Any, capsys: Any) -> None:
+    """mlx-lm's server loads in a thread and would go on without a model, answering nobody."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    picky = load_plugin(Path(__file__).parent.parent / "methods" / "picky.py")
+    with registered(picky):
+        status, out, err = here(
+            monkeypatch, capsys, "--keys", "kivi", "--values", "picky:artifact=made", "server", "--model", folder,
+            "--port", port,
+        )  # fmt: skip
+    assert (status, out) == (2, "") and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("vq: layer 0") and "head size 32" in err.splitlines()[-1]
 
 
 def test_a_command_whose_parts_are_missing(monkeypatch: Any, capsys: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import importlib
 import sys
+import threading
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,7 +75,7 @@ def run(
     before = sys.argv
     sys.argv = [f"mlx_lm.{command}", *given]
     try:
-        with compress_loaded(**options) as loaded:
+        with compress_loaded(refused=_stop, **options) as loaded:
             try:
                 module.main()
             except ValueError as error:
@@ -83,8 +85,13 @@ def run(
                     f"mlx-lm's {command} puts several requests into one batch, which packed caches cannot form yet: "
                     "have it take one at a time (a batch size of 1)"
                 ) from error
+            except KeyboardInterrupt:
+                if loaded.handles or not loaded.errors:
+                    raise
             finally:
                 packed = _report(loaded)
+            if loaded.errors and not loaded.handles:
+                raise loaded.errors[0][1]
     finally:
         sys.argv = before
     if command in ONE_CACHE and not packed:
@@ -116,6 +123,13 @@ def _look_at(given: list[str]) -> None:
             _say(f"{option} has no effect: a compressed model's caches keep every token")
 
 
+def _stop(loaded: Loaded) -> None:
+    """End a server whose only model was refused; it loads it in a thread, and would go on without one."""
+    if threading.current_thread() is not threading.main_thread() and not loaded.handles:
+        _thread.interrupt_main()
+        raise SystemExit(2)  # of the thread, without a traceback; the main thread tells the error
+
+
 def _report(loaded: Loaded) -> bool:
     """Print what the caches made last hold; whether any model has packed a token."""
     from rich.console import Console
@@ -128,7 +142,7 @@ def _report(loaded: Loaded) -> bool:
         console.print(f"\n{name}, the caches made last", markup=False, highlight=False, soft_wrap=True)
         print_report(console, report, [])
     print_notes(console, loaded.notes())
-    for name, error in loaded.errors:
+    for name, error in loaded.errors if loaded.handles else []:  # else the error itself is on its way
         _say(f"{name} was not compressed: {' '.join(str(error).split())}")
     packed = any(report.packed for _, report in reports)
     if not packed and any(r.tokens for _, report in reports for r in report.packed_layers):

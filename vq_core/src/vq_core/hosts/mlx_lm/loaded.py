@@ -75,13 +75,14 @@ class Loaded:
 
 
 @contextlib.contextmanager
-def compress_loaded(**policy: Any) -> Iterator[Loaded]:
+def compress_loaded(*, refused: Callable[[Loaded], None] | None = None, **policy: Any) -> Iterator[Loaded]:
     """Compress every model that mlx-lm loads inside the ``with`` block, draft models too.
 
     ``mlx_lm.utils.load_model`` is replaced, through which ``mlx_lm.load`` and all of mlx-lm's commands go; what was
     there is put back at the end, and the models give up their packed caches.
 
     Args:
+        refused: Called, where a model is loaded, after an error of its compression has been noted.
         policy: As for :func:`~vq_core.hosts.mlx_lm.compress`.
 
     Raises:
@@ -97,7 +98,8 @@ def compress_loaded(**policy: Any) -> Iterator[Loaded]:
     if dense not in ("auto", "lazy", "strict"):
         raise SettingsError(f"dense must be auto, lazy or strict; got {dense!r}")
     loaded = Loaded(CachePolicy.make(**policy))
-    load_model, load_prompt_cache = utils.load_model, cache.load_prompt_cache
+    load_model = utils.load_model
+    load_prompt_cache: Callable[..., Any] = cache.load_prompt_cache
 
     def load_compressed(model_path: Any, *args: Any, **kwargs: Any) -> Any:
         if mx.distributed.init().size() > 1:
@@ -108,6 +110,8 @@ def compress_loaded(**policy: Any) -> Iterator[Loaded]:
             loaded.handles.append((str(model_path), compress(model, dense=dense, **policy)))
         except BaseException as error:
             loaded.errors.append((str(model_path), error))
+            if refused is not None:
+                refused(loaded)
             raise
         return model, config
 
