@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +23,7 @@ import vq_core
 from vq_core.cli.main import main
 from vq_core.cli.options import model_path
 from vq_core.demo import MODEL_PATH
+from vq_core.errors import VQError
 from vq_core.testing import load_plugin, registered
 
 from ..host_mlx_lm.models import TEMPLATE, save
@@ -159,6 +162,38 @@ def here(monkeypatch: Any, capsys: Any, *arguments: Any) -> tuple[int, str, str]
 def test_bad_input_is_one_line_and_exit_status_2(arguments: Any, said: str, monkeypatch: Any, capsys: Any) -> None:
     status, out, err = here(monkeypatch, capsys, *arguments)
     assert (status, out) == (2, "") and err.count("\n") == 1 and err.startswith("vq: ") and said in err
+
+
+def test_a_method_that_keeps_rejected_tokens_takes_no_draft(monkeypatch: Any, capsys: Any) -> None:
+    with registered(load_plugin(Path(__file__).parent.parent / "methods" / "picky.py")):
+        status, out, err = here(
+            monkeypatch, capsys, "--keys", "kivi", "--values", "picky:artifact=made", "generate", "--draft-model=x"
+        )
+    assert (status, out) == (2, "") and "the method picky:artifact=made cannot drop packed tokens" in err
+
+
+def test_a_model_that_a_request_names_may_be_refused(folder: Path, monkeypatch: Any, capsys: Any) -> None:
+    """A server without a model of its own goes on; the request has got the error."""
+    module = importlib.import_module("mlx_lm.server")
+    said = []
+
+    def serve() -> None:
+        def request() -> None:
+            try:
+                mlx_lm.load(str(folder))
+            except VQError as error:
+                said.append(str(error))
+
+        thread = threading.Thread(target=request)
+        thread.start()
+        thread.join()
+        said.append("goes on")
+
+    monkeypatch.setattr(module, "main", serve)
+    with registered(load_plugin(Path(__file__).parent.parent / "methods" / "picky.py")):
+        status, _, err = here(monkeypatch, capsys, "--keys", "kivi", "--values", "picky:artifact=made", "server")
+    assert "head size 32" in said[0] and said[1:] == ["goes on"]
+    assert status == 2 and "head size 32" in err  # nothing was ever loaded
 
 
 def test_nothing_packed_is_exit_status_3(folder: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -31,12 +31,14 @@ class Loaded:
         files: Caches that mlx-lm has read from files, newest last.
         handles: Models as (name, handle), in the order of loading, without those that were dropped before another
             one was loaded.
+        total: Models that were compressed, those included that were dropped.
     """
 
     policy: CachePolicy
     errors: list[tuple[str, BaseException]] = attrs.Factory(list)
     files: list[list[Any]] = attrs.Factory(list)
     handles: list[tuple[str, CompressedModel]] = attrs.Factory(list)
+    total: int = 0
 
     def reports(self) -> list[tuple[str, ModelReport]]:
         """Of each model's caches made last; of those read from a file, where the model has made none since."""
@@ -113,6 +115,7 @@ def compress_loaded(*, refused: Callable[[Loaded], None] | None = None, **policy
             if refused is not None:
                 refused(loaded)
             raise
+        loaded.total += 1
         return model, config
 
     def load_file(*args: Any, **kwargs: Any) -> Any:
