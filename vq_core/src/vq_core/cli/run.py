@@ -136,7 +136,7 @@ def _refuse_what_keeps_drafts(options: dict[str, Any]) -> None:
         facts = resolve(side.label).facts
         if facts is not None and not facts.capabilities.trimmable:
             raise SettingsError(
-                f"speculative decoding takes rejected tokens out of the caches again, and the method {side.text} cannot "
+                f"speculative decoding takes rejected tokens out of the caches, and the method {side.text} cannot "
                 "drop packed tokens; leave --draft-model out, or choose another method"
             )
 
