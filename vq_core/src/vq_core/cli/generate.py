@@ -78,8 +78,9 @@ def generate(
     from vq_core.cli.methods import need_mlx
 
     need_mlx()
+    from vq_core.errors import SettingsError
     from vq_core.hosts.mlx_lm import check_version, compressed
-    from vq_core.hosts.mlx_lm.continuation import check_target, resume
+    from vq_core.hosts.mlx_lm.continuation import check_source, check_target, resume
     from vq_core.hosts.mlx_lm.generate import load_with_config, stream
 
     check_version()
@@ -90,7 +91,10 @@ def generate(
     of_draft = _draft_options(options, draft_model, draft_method)
     chat = _chat(ignore_chat_template, system_prompt, chat_template_config)
     text = prompt_text(prompt, prompt_file)
-    _check_files(save_cache, load_cache, max_tokens)
+    if max_tokens == 0 and save_cache is None:
+        raise SettingsError("--max-tokens 0 only reads the prompt: give --save-cache FILE, or 1 token or more")
+    if load_cache is not None:
+        check_source(load_cache)
     if save_cache is not None:
         check_target(save_cache)
     out = sys.stdout
@@ -127,15 +131,6 @@ def _show(run: Run, saved: str | None, as_json: bool) -> None:
     if not run.report.packed:
         typer.secho("vq: no token was packed; see the notes of the report", fg="red", err=True)
         raise typer.Exit(NOTHING_PACKED)
-
-
-def _check_files(save_cache: Path | None, load_cache: Path | None, max_tokens: int) -> None:
-    from vq_core.errors import SettingsError
-
-    if max_tokens == 0 and save_cache is None:
-        raise SettingsError("--max-tokens 0 only reads the prompt: give --save-cache FILE, or 1 token or more")
-    if load_cache is not None and not load_cache.expanduser().is_file():
-        raise SettingsError(f"no cache to load: {load_cache} is not a file")
 
 
 def _draft_options(options: dict[str, Any], model: str | None, method: str | None) -> dict[str, Any]:
