@@ -17,8 +17,8 @@ TOKENS = PREFILL + CHUNK + STEPS
 
 DENSE = "the model computes on the fetched keys and values itself: packed at rest, read densely"
 LATENT = (
-    "a latent cache, from which the model derives keys and values: packed at rest; single tokens attend to the latent's "
-    "codes, their rotary part and longer chunks are read densely"
+    "a latent cache, from which the model derives keys and values: packed at rest; single tokens attend to the "
+    "latent's codes, their rotary part and longer chunks are read densely"
 )
 _REASONS = {
     "P": "",

@@ -16,12 +16,11 @@ from vq_core.attention.view import CacheView
 from vq_core.cache.history import History
 from vq_core.cache.policy import Attention, Fallback, LayerPolicy
 from vq_core.cache.report import LayerReport, describe
+from vq_core.cache.shapes import DTYPES, check_pair, shape_of
 from vq_core.cache.tagged import ReadCount, Strictness, tag
 from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
 from vq_core.plugins.binding import BoundSide, bind
 from vq_core.plugins.registry import resolve
-
-DTYPES = ("float16", "bfloat16", "float32")
 
 
 class PackedKVCache:
@@ -143,7 +142,7 @@ class PackedKVCache:
         """
         self._check(keys, values)
         history = self._history
-        if history is None or (self.empty() and self._shape() != _shape_of(keys, values)):
+        if history is None or (self.empty() and self._shape() != shape_of(keys, values)):
             # Not bound yet, or bound ahead of the first token to what the layer has turned out not to be.
             history = self._bind(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.shape[0])
         # All on a draft and one assignment: what fails or is interrupted has not happened.
@@ -155,20 +154,8 @@ class PackedKVCache:
         return tags
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
-        for name, x in (("keys", keys), ("values", values)):
-            if not isinstance(x, mx.array):
-                raise UnsupportedShapeError(f"{name} must be an MLX array (B, H, L, D), got {type(x).__name__}")
-        if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
-            raise UnsupportedShapeError(
-                f"keys {keys.shape} and values {values.shape} must be (B, H, L, D) with the same B, H and L"
-            )
-        if 0 in keys.shape or 0 in values.shape:
-            raise UnsupportedShapeError(
-                f"keys {keys.shape}, values {values.shape}: every length must be at least 1 (S = 0 adds no token)"
-            )
-        if keys.dtype != values.dtype:
-            raise UnsupportedShapeError(f"keys are {keys.dtype}, values {values.dtype}: they must agree")
-        had, now = self._shape(), _shape_of(keys, values)
+        check_pair(keys, values)
+        had, now = self._shape(), shape_of(keys, values)
         if not self.empty() and had != now:
             names = ("B", "H", "D of the keys", "D of the values", "dtype")
             changed = ", ".join(f"{n} {a} -> {b}" for n, a, b in zip(names, had, now, strict=True) if a != b)
@@ -413,7 +400,3 @@ class PackedKVCache:
     def report(self) -> LayerReport:
         """What is held, where and how; see :class:`~vq_core.cache.report.LayerReport`."""
         return describe(self.policy, self._history, self.reads, self.layer, self.sliding)
-
-
-def _shape_of(keys: mx.array, values: mx.array) -> tuple[Any, ...]:
-    return (*keys.shape[:2], keys.shape[3], values.shape[3], str(keys.dtype).removeprefix("mlx.core."))
