@@ -191,3 +191,11 @@ def test_no_known_context(tokenizer: Any, compress: Any) -> None:
     model = wide("llama", max_position_embeddings=None)
     run = last(model, tokenizer, FIRST * 2, handle=compress(model, residual=8), max_tokens=3)
     assert run.context is None and run.generation_tokens == 3 and not run.notes
+
+
+def test_a_packed_window_that_would_be_overrun(tokenizer: Any, compress: Any) -> None:
+    model = wide("gemma3", sliding_window=64)
+    handle = compress(model, residual=4, windows="packed")
+    draft = Draft(wide("llama"), tokenizer)
+    with pytest.raises(SettingsError, match=r"layers 0, 1, 3, 4: PackedKVCache, a window of 64 tokens"):
+        list(stream(model, tokenizer, "a" * 60, handle=handle, draft=draft, max_tokens=10))

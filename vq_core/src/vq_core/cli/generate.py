@@ -19,6 +19,7 @@ from vq_core.cli.options import (
     Residual,
     SinkTokens,
     Values,
+    Windows,
     checked,
     model_path,
     prompt_text,
@@ -47,6 +48,7 @@ def generate(
     sink_tokens: SinkTokens = 0,
     attention: Attention = "auto",
     fallback: Fallback = "error",
+    windows: Windows = "auto",
     max_tokens: Annotated[
         int, typer.Option(min=0, help="At most so many new tokens; 0 with --save-cache only reads the prompt.")
     ] = 256,
@@ -86,7 +88,7 @@ def generate(
     check_version()
     options = checked(
         method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens, attention=attention,
-        fallback=fallback,
+        fallback=fallback, windows=windows,
     )  # fmt: skip
     of_draft = _draft_options(options, draft_model, draft_method)
     chat = _chat(ignore_chat_template, system_prompt, chat_template_config)
@@ -142,7 +144,7 @@ def _draft_options(options: dict[str, Any], model: str | None, method: str | Non
     if model is None:
         raise SettingsError("--draft-method is for --draft-model MODEL, which is not given")
     changed = options | {"method": method, "keys": None, "values": None}
-    CachePolicy.make(**changed)
+    CachePolicy.make(**{name: value for name, value in changed.items() if name != "windows"})
     return changed
 
 

@@ -21,6 +21,7 @@ from vq_core.cli.options import (
     Residual,
     SinkTokens,
     Values,
+    Windows,
     checked,
     model_path,
 )
@@ -50,6 +51,7 @@ def run(
     sink_tokens: SinkTokens = 0,
     attention: Attention = "auto",
     fallback: Fallback = "error",
+    windows: Windows = "auto",
 ) -> None:
     """Run a command of mlx-lm with packed caches: vq run --method kivi:bits=4 -- server --model PATH."""
     from vq_core.cli.methods import need_mlx
@@ -65,7 +67,7 @@ def run(
     check_version()
     options = checked(
         method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens, attention=attention,
-        fallback=fallback,
+        fallback=fallback, windows=windows,
     )  # fmt: skip
     _look_at(given, options)
     try:

@@ -14,9 +14,9 @@ import mlx.core as mx
 
 from vq_core.cache.policy import CachePolicy
 from vq_core.cache.shell import PackedKVCache
-from vq_core.errors import HostError, SettingsError
+from vq_core.errors import HostError
 from vq_core.hosts.mlx_lm import hook
-from vq_core.hosts.mlx_lm.prepare import CompressedModel, compress, register
+from vq_core.hosts.mlx_lm.prepare import CompressedModel, check_ways, compress, register
 from vq_core.hosts.mlx_lm.report import ModelReport
 from vq_core.hosts.mlx_lm.versions import check_version
 
@@ -96,9 +96,8 @@ def compress_loaded(*, refused: Callable[[Loaded], None] | None = None, **policy
     from mlx_lm.models import cache
 
     register()
-    dense = policy.pop("dense", "auto")
-    if dense not in ("auto", "lazy", "strict"):
-        raise SettingsError(f"dense must be auto, lazy or strict; got {dense!r}")
+    ways = {name: policy.pop(name) for name in ("dense", "windows") if name in policy}
+    check_ways(**ways)
     loaded = Loaded(CachePolicy.make(**policy))
     load_model = utils.load_model
     load_prompt_cache: Callable[..., Any] = cache.load_prompt_cache
@@ -109,7 +108,7 @@ def compress_loaded(*, refused: Callable[[Loaded], None] | None = None, **policy
         loaded._drop_unused()
         model, config = load_model(model_path, *args, **kwargs)
         try:
-            loaded.handles.append((str(model_path), compress(model, dense=dense, **policy)))
+            loaded.handles.append((str(model_path), compress(model, **ways, **policy)))
         except BaseException as error:
             loaded.errors.append((str(model_path), error))
             if refused is not None:

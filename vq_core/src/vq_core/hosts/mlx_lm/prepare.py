@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from vq_core.cache.policy import Attention, CachePolicy, Fallback
 from vq_core.errors import SettingsError
 from vq_core.hosts.mlx_lm import hook
 from vq_core.hosts.mlx_lm.handle import MARK, CompressedModel
 from vq_core.hosts.mlx_lm.layers import OURS
-from vq_core.hosts.mlx_lm.sliding import WINDOWS, Windows
+from vq_core.hosts.mlx_lm.sliding import Windows
 from vq_core.hosts.mlx_lm.trial import TRIED, Dense
 from vq_core.hosts.mlx_lm.versions import check_version
 
@@ -67,10 +67,7 @@ def compress(
             f"compress takes a model, the first of what mlx_lm.load returns{inside}; got {type(model).__name__}, "
             "which has no layers"
         )
-    if dense not in ("auto", "lazy", "strict"):
-        raise SettingsError(f"dense must be auto, lazy or strict; got {dense!r}")
-    if windows not in WINDOWS:
-        raise SettingsError(f"windows must be one of {', '.join(WINDOWS)}; got {windows!r}")
+    check_ways(dense, windows)
     policy = CachePolicy.make(
         method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens,
         attention=attention, fallback=fallback, layers=layers,
@@ -90,6 +87,13 @@ def compress(
             raise
     finally:
         hook.uninstall()
+
+
+def check_ways(dense: str = "auto", windows: str = "auto") -> None:
+    """Raise :class:`SettingsError` where ``dense`` or ``windows`` of :func:`compress` is not one that is accepted."""
+    for name, value, accepted in (("dense", dense, get_args(Dense)), ("windows", windows, get_args(Windows))):
+        if value not in accepted:
+            raise SettingsError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
 
 
 def handle_of(model: Any) -> CompressedModel | None:
