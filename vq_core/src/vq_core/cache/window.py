@@ -25,6 +25,7 @@ class Window:
         approximate: How many of them, the oldest that are no sink tokens, came back from codes by a trim.
         sink_keys, sink_values: (B, H, s, D) first tokens, ``None`` while no row has passed its first block.
         sinks: First tokens held there for each row, 0 or s.
+        anchored: Whether ``keys`` was given dependencies, which then hold for all that comes after.
     """
 
     def __init__(self, rows: int):
@@ -35,6 +36,12 @@ class Window:
         self.sink_keys: mx.array | None = None
         self.sink_values: mx.array | None = None
         self.sinks = [0] * rows
+        self.anchored = False
+
+    def depend(self, on: mx.array) -> None:
+        """Let the held keys, and what is joined to them, be evaluated only together with an array."""
+        assert self.keys is not None
+        self.keys, self.anchored = mx.depends(self.keys, on), True
 
     def arrays(self) -> list[mx.array]:
         """Every array held."""
@@ -62,7 +69,9 @@ class Window:
         """The window with new tokens (B, H, L, D) at its right; always memory of its own."""
         if self.keys is None or self.values is None or not self.width:
             n = keys.shape[2]
-            return owned(keys, 0, n), owned(values, 0, n)
+            fresh = owned(keys, 0, n), owned(values, 0, n)
+            # An empty window has nothing that the joined tokens would take its dependencies from.
+            return (mx.depends(fresh[0], self.keys), fresh[1]) if self.anchored and self.keys is not None else fresh
         return mx.concatenate([self.keys, keys], axis=2), mx.concatenate([self.values, values], axis=2)
 
     def keep_sinks(self, rows: Sequence[int], keys: mx.array, values: mx.array) -> None:

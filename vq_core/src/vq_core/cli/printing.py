@@ -101,8 +101,8 @@ def _layers(report: ModelReport) -> Table:
         right = name in ("packed", "exact", "bytes", "fp16/held")
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row, alike in groupby(report.layers, key=_row):
-        numbers = [entry.layer for entry in alike]
-        table.add_row("-".join(map(str, sorted({numbers[0], numbers[-1]}))), *row)
+        named = [entry.place for entry in alike]
+        table.add_row("-".join(dict.fromkeys((named[0], named[-1]))), *row)
     return table
 
 

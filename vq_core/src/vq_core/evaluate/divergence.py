@@ -108,7 +108,9 @@ class _Arm:
 
     def __init__(self, caches: list[Any]):
         self.caches = caches
-        self.ours = [c for c in caches if isinstance(c, PackedKVCache)]
+        # A layer may keep several caches in a list of its own.
+        single = [c for cache in caches for c in getattr(cache, "caches", (cache,))]
+        self.ours = [c for c in single if isinstance(c, PackedKVCache)]
         self.sums = np.zeros(3)
         self.attended = self.packed = 0
 

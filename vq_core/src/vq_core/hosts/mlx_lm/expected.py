@@ -50,7 +50,8 @@ class Expected:
             pairs = enumerate(zip(children, cache.caches, strict=True))
             each = [(i, self._layer(e, c, tried and tried.caches[i], arrays)) for i, (e, c) in pairs]
             return [f"cache {i}: {text}" for i, texts in each for text in texts]
-        if kind != wanted and not self._stands_for(kind, wanted):
+        sliding = entry["state"].get("sliding") if kind == "PackedKVCache" else None
+        if kind != wanted and not self._stands_for(kind, wanted, sliding, cache):
             made = " (it is prepared by compress)" if wanted == "PackedKVCache" else ""
             return [f"{kind} in the file, the model makes {wanted}{made}"]
         if kind == "PackedKVCache":
@@ -66,9 +67,11 @@ class Expected:
             return found + _slots(held, tried if tried is not None else cache)
         return found + _told(_shape(held), _shape(tried))
 
-    def _stands_for(self, kind: str, wanted: str) -> bool:
+    def _stands_for(self, kind: str, wanted: str, sliding: int | None, cache: Any) -> bool:
         """Whether one class may hold what the model makes another one for."""
-        if wanted != "KVCache":
+        if wanted == "RotatingKVCache":
+            return self.handle is None and sliding == cache.max_size and not cache.keep
+        if wanted != "KVCache" or sliding is not None:
             return False
         if kind == "PackedKVCache":  # on a prepared model, a layer that is not ours was left out on purpose
             return self.handle is None
@@ -100,10 +103,9 @@ class Expected:
             return made
         if made._history is not None:
             for side, bound in made._history.bound.items():
-                if cache._history.bound[side].ctx != bound.ctx:
-                    raise FormatError(
-                        f"{where}: the {side} were packed for {cache._history.bound[side].ctx}, the model's are {bound.ctx}"
-                    )
+                ctx = cache._history.bound[side].ctx
+                if ctx != bound.ctx:
+                    raise FormatError(f"{where}: the {side} were packed for {ctx}, the model's are {bound.ctx}")
         cache.layer, cache._strict = made.layer, made._strict
         return cache
 
@@ -118,7 +120,8 @@ def expected(model: Any) -> Expected:
 
     handle = model if isinstance(model, CompressedModel) else handle_of(model)
     if handle is not None:
-        return Expected(handle.model, handle, handle.fresh(), _tried(handle.model, handle.plain_cache()))
+        model = handle.model if model is handle else model
+        return Expected(model, handle, handle.fresh(), _tried(model, handle.plain_cache()))
     if not hasattr(model, "layers") or not hasattr(model, "parameters"):
         raise SettingsError(
             f"model must be a model, the first of what mlx_lm.load returns, or what compress returned; "
@@ -138,6 +141,8 @@ def _tried(model: Any, caches: list[Any]) -> list[Any] | None:
 def _policy(state: Mapping[str, Any], cache: PackedKVCache) -> list[str]:
     was, now = state["policy"], cache.policy.text
     found = [f"{name} {was[name]!r} in the file, {now[name]!r} in the model" for name in now if was[name] != now[name]]
+    if state["sliding"] != cache.sliding:
+        found.append(f"a sliding window of {state['sliding']} in the file, {cache.sliding} in the model")
     if state["layer"] not in (None, cache.layer):
         found.append(f"saved as layer {state['layer']}")
     return found

@@ -78,10 +78,10 @@ def load_with_config(model: str | Path) -> tuple[Any, Any, dict[str, Any]]:
     if not folder.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise HostError(f"no such folder: {name}; give a folder in mlx-lm's format or a name on the model hub")
     try:
-        loaded: Any = mlx_lm.load(name, return_config=True)
+        loaded, tokenizer, config = mlx_lm.load(name, return_config=True)  # type: ignore[misc]
     except _LOAD_ERRORS as error:
         raise HostError(f"mlx-lm cannot load {name!r}: {type(error).__name__}: {error}") from error
-    return loaded
+    return loaded, tokenizer, config
 
 
 def stream(
@@ -231,6 +231,8 @@ def _finish(run: Run, caches: list[Any], handle: CompressedModel | None) -> None
 
 def _plain_fp16(cache: Any) -> int:
     """float16 bytes of the tokens in a plain cache, without its spare capacity."""
+    if isinstance(inner := getattr(cache, "caches", None), list | tuple):
+        return sum(map(_plain_fp16, inner))
     if type(cache).__name__ != "KVCache" or cache.empty():
         return 0
     return sum(2 * a[..., : cache.offset, :].size for a in (cache.keys, cache.values))

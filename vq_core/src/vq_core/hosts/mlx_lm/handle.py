@@ -39,6 +39,7 @@ class CompressedModel:
         hook.install()
         try:
             self._try_out(dense)
+            self._refuse_what_has_no_effect()
         finally:
             hook.uninstall()
         self.redo()

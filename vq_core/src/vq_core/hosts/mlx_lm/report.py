@@ -47,6 +47,8 @@ def held_bytes(cache: Any) -> int:
     """
     if isinstance(cache, PackedKVCache):
         return cache.nbytes
+    if isinstance(inner := getattr(cache, "caches", None), list | tuple):
+        return sum(map(held_bytes, inner))
     held = cache if isinstance(cache, dict) else getattr(cache, "__dict__", {})
     return sum(array.nbytes for array in state_arrays(held))
 
