@@ -73,7 +73,16 @@ def prompt(n: int, seed: int = 1) -> mx.array:
     return mx.random.randint(0, VOCABULARY, (n,), key=mx.random.key(seed))
 
 
-def save(folder: Path, name: str = "llama", dtype: mx.Dtype = mx.float32, **changes: Any) -> Path:
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if quiet is defined and quiet %}[quiet]{% endif %}{% endif %}"
+)
+"""A chat template of the usual shape: a head, the content, the end token, a line break."""
+
+
+def save(
+    folder: Path, name: str = "llama", dtype: mx.Dtype = mx.float32, chat_template: str | None = None, **changes: Any
+) -> Path:
     """A model of 256 bytes and an end token in mlx-lm's format: config.json, model.safetensors, tokenizer.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -90,4 +99,9 @@ def save(folder: Path, name: str = "llama", dtype: mx.Dtype = mx.float32, **chan
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(folder / "tokenizer.json"))
+    if chat_template is not None:
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": chat_template
+        }  # fmt: skip
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

@@ -77,8 +77,9 @@ def prepared(case: str) -> tuple[Any, Any, mx.array]:
 
 
 def save(folder: Path) -> None:
-    import vq_core
     from mlx_lm.models.cache import save_prompt_cache
+
+    import vq_core
 
     for case in CASES:
         model, handle, tokens = prepared(case)
@@ -90,8 +91,7 @@ def save(folder: Path) -> None:
                 mx.eval(model(tokens[None], cache=caches))
             # A cache by hand is not the handle's: it is the model's by its shapes alone.
             vq_core.save_cache(folder / f"{case}{kind}.vq", caches, model=None if kind else handle)
-            if case != "shared":  # its last layers' own caches are empty, and mlx-lm cannot load those
-                save_prompt_cache(str(folder / f"{case}{kind}.safetensors"), caches)
+            save_prompt_cache(str(folder / f"{case}{kind}.safetensors"), caches)
             found, logits = continued(model, caches, 7)
             mx.save_safetensors(
                 str(folder / f"{case}{kind}.want.safetensors"), {"logits": logits, "tokens": mx.array(found)}
@@ -100,8 +100,9 @@ def save(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    import vq_core
     from mlx_lm.models.cache import load_prompt_cache
+
+    import vq_core
 
     wrong: list[str] = []
     compared = 0
@@ -111,9 +112,12 @@ def load(folder: Path) -> None:
     for path in sorted(folder.glob("*.want.safetensors")):
         label = path.name.removesuffix(".want.safetensors")
         case = label.removesuffix("_by_hand")
-        model, handle, tokens = prepared(case)
+        model, handle, _ = prepared(case)
         want = mx.load(str(path))
-        loaded = {"ours": vq_core.load_cache(folder / f"{label}.vq", model=handle if label == case else None)}
+        loaded = {
+            "mlx_lm": load_prompt_cache(str(folder / f"{label}.safetensors")),
+            "ours": vq_core.load_cache(folder / f"{label}.vq", model=handle if label == case else None),
+        }
         if label == case:
             made = handle.make_cache()
             assert [type(c) for c in loaded["ours"]] == [type(c) for c in made]
@@ -122,8 +126,6 @@ def load(folder: Path) -> None:
                 assert getattr(a, "_strict", None) is getattr(b, "_strict", None)
             handle.adopt(loaded["ours"])
             assert handle.report().tokens()[:2] == handle.report(loaded["ours"]).tokens()[:2]
-        if (folder / f"{label}.safetensors").exists():
-            loaded["mlx_lm"] = load_prompt_cache(str(folder / f"{label}.safetensors"))
         for route, caches in loaded.items():
             if case == "case25":
                 offsets = [c.offset for c in caches]

@@ -42,7 +42,7 @@ def test_another_window_or_another_choice_is_refused(compress: Any, generate: An
     vq_core.save_cache(path, caches)
     handle.undo()
     other = build("llama_windows", sliding_window=48)
-    with pytest.raises(FormatError, match="layer 1.*layer 2"):
+    with pytest.raises(FormatError, match=r"layer 1.*layer 2"):
         vq_core.load_cache(path, model=other)
     compressed = compress(other, "kivi:bits=4", residual=4, windows="packed")
     with pytest.raises(FormatError, match="sliding window of 32 in the file, 48 in the model"):

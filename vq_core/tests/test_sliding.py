@@ -169,3 +169,19 @@ def test_the_report_says_what_is_gone(echo: Make, normal: Any) -> None:
     assert any("sliding window of 64 tokens, 128 older ones are gone" in note for note in report.notes)
     assert report.bytes.fp16 == 64 * 2 * 2 * 8 * 2
     assert report.bytes.held == cache.nbytes
+
+
+def test_what_a_later_layer_fetches_is_what_the_chunk_had(echo: Make, normal: Any) -> None:
+    """Models whose layers share a cache fetch it again after the update, under the same mask."""
+    cache = echo(sliding=40)
+    for n in (30, 20, 1, 7):
+        x = normal(1, 2, n, 8)
+        tags = cache.update_and_fetch(x, x)
+        assert all(mx.array_equal(a, b) for a, b in zip(cache.keys_and_values(), tags, strict=True))
+    x = normal(1, 2, 200, 8)
+    cache.update_and_fetch(x, x)
+    with pytest.raises(CacheStateError, match="window of 40 has dropped tokens"):
+        cache.keys_and_values()
+    x = normal(1, 2, 1, 8)
+    cache.update_and_fetch(x, x)
+    assert cache.keys_and_values()[0].shape[2] == 40

@@ -20,7 +20,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 FAMILIES = ("normal", "ties", "outliers", "extreme")
 KEY_SHAPES = ((1, 32, 64), (2, 33, 80), (3, 1, 128), (1, 100, 96), (2, 31, 1), (1, 256, 64))
 VALUE_SHAPES = ((1, 5, 64), (2, 1, 80), (4, 32, 128), (1, 17, 112), (2, 64, 20), (1, 3, 1))
-HADAMARD_SIZES = (64, 128, 256, 1024)
+HADAMARD_SIZES = (64, 128, 256, 2048)
 
 
 @pytest.fixture(scope="module", params=["off", "fast"])

@@ -12,6 +12,7 @@ import mlx.core as mx
 from vq_core.attention.view import CacheView, SideView, decode_depths
 from vq_core.cache.store import PageStore
 from vq_core.cache.window import Window, owned
+from vq_core.errors import CacheStateError
 from vq_core.plugins.binding import BoundSide
 
 
@@ -42,6 +43,7 @@ class History:
         self.residual, self.sinks = residual, sinks
         self.block = math.lcm(keys.layout.block, values.layout.block)
         self.sliding, self.dropped = sliding, [0] * rows
+        self._queries = 1
         self.unit = math.lcm(keys.layout.page, values.layout.page)
         self.window = Window(rows)
         self.stores = {side: PageStore(b.layout, b.ctx.kv_heads, rows) for side, b in self.bound.items()}
@@ -82,6 +84,7 @@ class History:
             that this very update has packed.
         """
         view = self._append(keys, values)
+        self._queries = keys.shape[2]
         if not self._drop():
             return view
         parts = mx.depends([view.keys.exact, view.values.exact], self.arrays())
@@ -193,6 +196,7 @@ class History:
         A cut behind the frontier brings the survivors of the cut block back as decoded, approximate tokens.
         """
         window = self.window
+        self._queries = 1
         goal = [t - n for t in self.held]
         if all(g >= s + p for g, s, p in zip(goal, window.sinks, self.packed, strict=True)):
             self._shorten(n)
@@ -292,6 +296,19 @@ class History:
         assert self.window.keys is not None and self.window.values is not None
         shown = self._shown(self.lengths) if shown is None else shown
         return self._view(self.packed, self.window.counts, self.window.keys, self.window.values, shown)
+
+    def latest(self) -> CacheView:
+        """What the last update's reading held, as it is stored now.
+
+        Raises:
+            CacheStateError: some of it has left the sliding window for good.
+        """
+        shown = self._shown(self.lengths, self._queries)
+        if any(n > held for n, held in zip(shown, self.held, strict=True)):
+            raise CacheStateError(
+                f"the sliding window of {self.sliding} has dropped tokens that the last chunk attended to"
+            )
+        return self.view(shown)
 
     def _view(
         self, packed: Sequence[int], exact: Sequence[int], keys: mx.array, values: mx.array, shown: Sequence[int]

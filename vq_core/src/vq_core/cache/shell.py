@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,12 +16,11 @@ from vq_core.attention.view import CacheView
 from vq_core.cache.history import History
 from vq_core.cache.policy import Attention, Fallback, LayerPolicy
 from vq_core.cache.report import LayerReport, describe
-from vq_core.cache.tagged import ReadCount, tag
+from vq_core.cache.shapes import DTYPES, check_pair, shape_of
+from vq_core.cache.tagged import ReadCount, Strictness, tag
 from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
 from vq_core.plugins.binding import BoundSide, bind
 from vq_core.plugins.registry import resolve
-
-DTYPES = ("float16", "bfloat16", "float32")
 
 
 class PackedKVCache:
@@ -71,20 +70,23 @@ class PackedKVCache:
     @classmethod
     def from_policy(
         cls, policy: LayerPolicy, *, layer: int | None = None, rope: Rope | None = None,
-        model: str | None = None, strict: bool = False, sliding: int | None = None,
+        model: str | None = None, strict: bool | Strictness = False, strict_lengths: Collection[int] | None = None,
+        sliding: int | None = None,
     ) -> PackedKVCache:  # fmt: skip
         """A cache of a checked policy, with what a host knows of the layer.
 
         ``strict``: ``update_and_fetch`` returns tags without a dense side, for hosts that know that the model
-        hands them to attention and does nothing else with them.
+        hands them to attention and does nothing else with them, or that host's word on it, asked at each update;
+        ``strict_lengths``: for chunks of these lengths alone.
         """
         cache = cls.__new__(cls)
-        cache._setup(policy, layer, rope, model, strict, sliding)
+        cache._setup(policy, layer, rope, model, strict, strict_lengths, sliding)
         return cache
 
     def _setup(
         self, policy: LayerPolicy, layer: int | None = None, rope: Rope | None = None,
-        model: str | None = None, strict: bool = False, sliding: int | None = None,
+        model: str | None = None, strict: bool | Strictness = False, strict_lengths: Collection[int] | None = None,
+        sliding: int | None = None,
     ) -> None:  # fmt: skip
         if sliding is not None:
             if isinstance(sliding, bool) or not isinstance(sliding, int) or sliding < 1:
@@ -93,6 +95,7 @@ class PackedKVCache:
                 raise SettingsError("sink_tokens has no effect in a sliding window: the first tokens leave it; give 0")
         self.policy, self.sliding = policy, sliding
         self.layer, self._rope, self._model, self._strict = layer, rope, model, strict
+        self._strict_lengths = strict_lengths
         self._history: History | None = None
         self.reads = ReadCount()
 
@@ -139,31 +142,20 @@ class PackedKVCache:
         """
         self._check(keys, values)
         history = self._history
-        if history is None or (self.empty() and self._shape() != _shape_of(keys, values)):
+        if history is None or (self.empty() and self._shape() != shape_of(keys, values)):
             # Not bound yet, or bound ahead of the first token to what the layer has turned out not to be.
             history = self._bind(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.shape[0])
         # All on a draft and one assignment: what fails or is interrupted has not happened.
         draft = history.draft()
-        tags = tag(draft.update(keys, values), self.policy.attention, self.reads, self._strict)
+        known = self._strict_lengths is None or keys.shape[2] in self._strict_lengths
+        tags = tag(draft.update(keys, values), self.policy.attention, self.reads, known and self._strict)
         self._history = draft
         self.reads.updates += 1
         return tags
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
-        for name, x in (("keys", keys), ("values", values)):
-            if not isinstance(x, mx.array):
-                raise UnsupportedShapeError(f"{name} must be an MLX array (B, H, L, D), got {type(x).__name__}")
-        if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
-            raise UnsupportedShapeError(
-                f"keys {keys.shape} and values {values.shape} must be (B, H, L, D) with the same B, H and L"
-            )
-        if 0 in keys.shape or 0 in values.shape:
-            raise UnsupportedShapeError(
-                f"keys {keys.shape}, values {values.shape}: every length must be at least 1 (S = 0 adds no token)"
-            )
-        if keys.dtype != values.dtype:
-            raise UnsupportedShapeError(f"keys are {keys.dtype}, values {values.dtype}: they must agree")
-        had, now = self._shape(), _shape_of(keys, values)
+        check_pair(keys, values)
+        had, now = self._shape(), shape_of(keys, values)
         if not self.empty() and had != now:
             names = ("B", "H", "D of the keys", "D of the values", "dtype")
             changed = ", ".join(f"{n} {a} -> {b}" for n, a, b in zip(names, had, now, strict=True) if a != b)
@@ -179,10 +171,15 @@ class PackedKVCache:
     def keys_and_values(self) -> tuple[Any, Any]:
         """All tokens, tagged, without adding any; what models that share a layer's cache read.
 
-        Of a sliding window those that the newest token attends to.
+        Of a sliding window those that the last update gave.
+
+        Raises:
+            CacheStateError: the cache is empty, or the sliding window has dropped some of those tokens since.
         """
         self.reads.fetches += 1
-        return tag(self._view(), self.policy.attention, self.reads, self._strict)
+        self._view()
+        assert self._history is not None
+        return tag(self._history.latest(), self.policy.attention, self.reads, self._strict)
 
     def decode(self) -> tuple[mx.array, mx.array]:
         """All tokens in order as plain arrays (B, H, T, D) in the model's dtype; rows are aligned at the right.
@@ -347,7 +344,7 @@ class PackedKVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedKVCache:
         """A copy that shares the arrays, which are never changed in place: it costs no memory until it grows."""
         new = type(self).__new__(type(self))
-        new._setup(self.policy, self.layer, self._rope, self._model, self._strict, self.sliding)
+        new._setup(self.policy, self.layer, self._rope, self._model, self._strict, self._strict_lengths, self.sliding)
         new._history = None if self._history is None else self._history.copy()
         return new
 
@@ -403,7 +400,3 @@ class PackedKVCache:
     def report(self) -> LayerReport:
         """What is held, where and how; see :class:`~vq_core.cache.report.LayerReport`."""
         return describe(self.policy, self._history, self.reads, self.layer, self.sliding)
-
-
-def _shape_of(keys: mx.array, values: mx.array) -> tuple[Any, ...]:
-    return (*keys.shape[:2], keys.shape[3], values.shape[3], str(keys.dtype).removeprefix("mlx.core."))

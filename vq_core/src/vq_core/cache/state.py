@@ -9,6 +9,7 @@ arrays, whose bytes are there, before a method is bound to it, let alone memory 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ def describe(cache: PackedKVCache) -> tuple[dict[str, Any], dict[str, mx.array]]
         "rope": cache._rope and attrs.asdict(cache._rope), "sliding": cache.sliding,
     }  # fmt: skip
     history = cache._history
+    records: dict[str, Any]
     if history is None or cache.empty():
         records = {side: resolve(getattr(cache.policy, side).label) for side in SIDES}
     else:
@@ -235,8 +237,9 @@ def _rebuild(cache: PackedKVCache, description: dict[str, Any], arrays: Mapping[
         check_store(side, store, history)
 
 
+@functools.lru_cache(256)
 def layout_text(layout: Layout) -> dict[str, Any]:
-    """A layout as JSON holds it."""
+    """A layout as JSON holds it; shared, because hosts ask for states often, so not to be changed."""
     fields = [attrs.asdict(field) | {"shape": list(field.shape)} for field in layout.fields]
     return {"block": layout.block, "page": layout.page, "fields": fields}
 

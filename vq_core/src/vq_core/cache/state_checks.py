@@ -36,9 +36,11 @@ def check_arrays(description: Mapping[str, Any], arrays: Mapping[str, Any]) -> N
             raise FormatError(f"{shown(name)} is no array but {type(array).__name__}")
         if array.ndim < 2 or array.shape[1] != heads:
             raise FormatError(f"{shown(name)} has shape {array.shape}; its second axis must be the {heads} heads")
-    for name in ("keys", "values"):
-        if f"window.{name}" not in arrays:
-            raise FormatError(f"window.{name} is missing")
+    for name, dim in (("keys", shape["key_dim"]), ("values", shape["value_dim"])):
+        array = arrays.get(f"window.{name}")
+        if array is None or array.ndim != 4 or (array.shape[0], array.shape[3]) != (shape["rows"], dim):
+            found = "missing" if array is None else array.shape
+            raise FormatError(f"window.{name} is {found}; it must be {shape['rows']} rows of head size {dim}")
 
 
 def check_window(history: History) -> None:

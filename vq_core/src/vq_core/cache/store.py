@@ -271,6 +271,8 @@ class PageStore:
             self.owned[b].append(number)
         self.tokens = tokens
         which = list(rows)
+        if not any(tokens):  # a row's sequence starts anew with its first block
+            self.sequence = {}
         if self.sequence and which != list(range(next(iter(self.sequence.values())).shape[0])):
             pick = mx.array(which, mx.int32)
             self.sequence = {name: mx.take(array, pick, axis=0) for name, array in self.sequence.items()}

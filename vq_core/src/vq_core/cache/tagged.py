@@ -8,7 +8,7 @@ operation on it computes densely: slower, correct, and counted.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import mlx.core as mx
@@ -74,16 +74,23 @@ class TaggedArray(mx.array):
     vq_side: str
 
 
+class Strictness(Protocol):
+    """A host's word on whether tags may be strict now."""
+
+    def lease(self) -> object | None:
+        """What strict tags hold as long as they live, ``None`` where they must not be strict."""
+
+
 class StrictTag:
     """A tag without a dense side; made where a host knows that only attention reads it.
 
     Asking it for anything but its shape makes the dense side after all, plainly, and counts it.
     """
 
-    __slots__ = ("_dense", "vq_reading", "vq_side")
+    __slots__ = ("_dense", "_lease", "vq_reading", "vq_side")
 
-    def __init__(self, reading: Reading, side: str):
-        self.vq_reading, self.vq_side = reading, side
+    def __init__(self, reading: Reading, side: str, lease: object = None):
+        self.vq_reading, self.vq_side, self._lease = reading, side, lease
         self._dense: mx.array | None = None
 
     @property
@@ -135,11 +142,12 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", 
     setattr(StrictTag, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def tag(view: CacheView, attention: str, reads: ReadCount, strict: bool) -> tuple[Any, Any]:
+def tag(view: CacheView, attention: str, reads: ReadCount, strict: bool | Strictness) -> tuple[Any, Any]:
     """The pair of tags for a reading."""
     reading = Reading(view, "reference" if attention == "reference" else "mlx", reads)
-    if strict:
-        return StrictTag(reading, "keys"), StrictTag(reading, "values")
+    lease = strict if isinstance(strict, bool) else strict.lease()
+    if lease:
+        return StrictTag(reading, "keys", lease), StrictTag(reading, "values", lease)
     pair = []
     for side, stored in (("keys", view.keys), ("values", view.values)):
         made = TaggedArray(views.dense(view, stored))

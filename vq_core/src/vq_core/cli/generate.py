@@ -19,6 +19,7 @@ from vq_core.cli.options import (
     Residual,
     SinkTokens,
     Values,
+    Windows,
     checked,
     model_path,
     prompt_text,
@@ -47,6 +48,7 @@ def generate(
     sink_tokens: SinkTokens = 0,
     attention: Attention = "auto",
     fallback: Fallback = "error",
+    windows: Windows = "auto",
     max_tokens: Annotated[
         int, typer.Option(min=0, help="At most so many new tokens; 0 with --save-cache only reads the prompt.")
     ] = 256,
@@ -78,19 +80,23 @@ def generate(
     from vq_core.cli.methods import need_mlx
 
     need_mlx()
+    from vq_core.errors import SettingsError
     from vq_core.hosts.mlx_lm import check_version, compressed
-    from vq_core.hosts.mlx_lm.continuation import check_target, resume
+    from vq_core.hosts.mlx_lm.continuation import check_source, check_target, resume
     from vq_core.hosts.mlx_lm.generate import load_with_config, stream
 
     check_version()
     options = checked(
         method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens, attention=attention,
-        fallback=fallback,
+        fallback=fallback, windows=windows,
     )  # fmt: skip
     of_draft = _draft_options(options, draft_model, draft_method)
     chat = _chat(ignore_chat_template, system_prompt, chat_template_config)
     text = prompt_text(prompt, prompt_file)
-    _check_files(save_cache, load_cache, max_tokens)
+    if max_tokens == 0 and save_cache is None:
+        raise SettingsError("--max-tokens 0 only reads the prompt: give --save-cache FILE, or 1 token or more")
+    if load_cache is not None:
+        check_source(load_cache)
     if save_cache is not None:
         check_target(save_cache)
     out = sys.stdout
@@ -129,15 +135,6 @@ def _show(run: Run, saved: str | None, as_json: bool) -> None:
         raise typer.Exit(NOTHING_PACKED)
 
 
-def _check_files(save_cache: Path | None, load_cache: Path | None, max_tokens: int) -> None:
-    from vq_core.errors import SettingsError
-
-    if max_tokens == 0 and save_cache is None:
-        raise SettingsError("--max-tokens 0 only reads the prompt: give --save-cache FILE, or 1 token or more")
-    if load_cache is not None and not load_cache.expanduser().is_file():
-        raise SettingsError(f"no cache to load: {load_cache} is not a file")
-
-
 def _draft_options(options: dict[str, Any], model: str | None, method: str | None) -> dict[str, Any]:
     from vq_core.cache.policy import CachePolicy
     from vq_core.errors import SettingsError
@@ -147,7 +144,7 @@ def _draft_options(options: dict[str, Any], model: str | None, method: str | Non
     if model is None:
         raise SettingsError("--draft-method is for --draft-model MODEL, which is not given")
     changed = options | {"method": method, "keys": None, "values": None}
-    CachePolicy.make(**changed)
+    CachePolicy.make(**{name: value for name, value in changed.items() if name != "windows"})
     return changed
 
 

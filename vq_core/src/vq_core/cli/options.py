@@ -21,15 +21,18 @@ SinkTokens = Annotated[int, typer.Option(help="First tokens that stay exact.")]
 Attention = Annotated[str, typer.Option(help="auto, mlx or reference.")]
 Fallback = Annotated[str, typer.Option(help="When a method's attention fails its probe: error or warn.")]
 
+Windows = Annotated[str, typer.Option(help="Layers with a sliding window: auto, packed or native.")]
+
 
 def checked(
     *, method: str | None, keys: str | None, values: str | None, residual: int, sink_tokens: int, attention: str,
-    fallback: str,
+    fallback: str, windows: str,
 ) -> dict[str, Any]:  # fmt: skip
     """Keyword arguments of ``compress``; what is wrong with them is refused before a model is loaded."""
     from vq_core.cache.policy import CachePolicy
     from vq_core.cli.methods import records
     from vq_core.errors import SettingsError
+    from vq_core.hosts.mlx_lm.prepare import check_ways
 
     if method is None and keys is None and values is None:
         raise SettingsError("no method: give --method kivi:bits=4, or --keys and --values; `vq list-methods` has them")
@@ -39,7 +42,8 @@ def checked(
         "sink_tokens": sink_tokens, "attention": attention, "fallback": fallback,
     }  # fmt: skip
     CachePolicy.make(**options)
-    return options
+    check_ways(windows=windows)
+    return options | {"windows": windows}
 
 
 def model_path(name: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import importlib
 import sys
+import threading
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +21,7 @@ from vq_core.cli.options import (
     Residual,
     SinkTokens,
     Values,
+    Windows,
     checked,
     model_path,
 )
@@ -48,6 +51,7 @@ def run(
     sink_tokens: SinkTokens = 0,
     attention: Attention = "auto",
     fallback: Fallback = "error",
+    windows: Windows = "auto",
 ) -> None:
     """Run a command of mlx-lm with packed caches: vq run --method kivi:bits=4 -- server --model PATH."""
     from vq_core.cli.methods import need_mlx
@@ -63,14 +67,17 @@ def run(
     check_version()
     options = checked(
         method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens, attention=attention,
-        fallback=fallback,
+        fallback=fallback, windows=windows,
     )  # fmt: skip
-    _look_at(given)
-    module = importlib.import_module(f"mlx_lm.{command}")
+    _look_at(given, options)
+    try:
+        module = importlib.import_module(f"mlx_lm.{command}")
+    except ImportError as error:
+        raise HostError(f"mlx-lm's {command} cannot be imported: {error}; install what it needs") from error
     before = sys.argv
     sys.argv = [f"mlx_lm.{command}", *given]
     try:
-        with compress_loaded(**options) as loaded:
+        with compress_loaded(refused=_stop if _names_a_model(given) else None, **options) as loaded:
             try:
                 module.main()
             except ValueError as error:
@@ -80,8 +87,13 @@ def run(
                     f"mlx-lm's {command} puts several requests into one batch, which packed caches cannot form yet: "
                     "have it take one at a time (a batch size of 1)"
                 ) from error
+            except KeyboardInterrupt:
+                if loaded.total or not loaded.errors:
+                    raise
             finally:
                 packed = _report(loaded)
+            if loaded.errors and not loaded.total:
+                raise loaded.errors[0][1]
     finally:
         sys.argv = before
     if command in ONE_CACHE and not packed:
@@ -98,7 +110,7 @@ def _model(before: str, text: str) -> str:
     return text
 
 
-def _look_at(given: list[str]) -> None:
+def _look_at(given: list[str], options: dict[str, Any]) -> None:
     """Refuse, or name, options of mlx-lm that have no effect on packed caches; it accepts beginnings of names too."""
     from vq_core.errors import SettingsError
 
@@ -111,6 +123,36 @@ def _look_at(given: list[str]) -> None:
             )
         if len(option) > len("--max-") and "--max-kv-size".startswith(option):
             _say(f"{option} has no effect: a compressed model's caches keep every token")
+        if len(option) > len("--dr") and "--draft-model".startswith(option):
+            _refuse_what_keeps_drafts(options)
+
+
+def _refuse_what_keeps_drafts(options: dict[str, Any]) -> None:
+    """mlx-lm asks fresh caches whether rejected tokens can be taken out again, and they do not know yet."""
+    from vq_core.cache.policy import CachePolicy
+    from vq_core.errors import SettingsError
+    from vq_core.plugins.registry import resolve
+
+    policy = CachePolicy.make(**options).default
+    for side in (policy.keys, policy.values):
+        facts = resolve(side.label).facts
+        if facts is not None and not facts.capabilities.trimmable:
+            raise SettingsError(
+                f"speculative decoding takes rejected tokens out of the caches, and the method {side.text} cannot "
+                "drop packed tokens; leave --draft-model out, or choose another method"
+            )
+
+
+def _names_a_model(given: list[str]) -> bool:
+    """Whether the command loads a model by itself; a server without one loads what its requests name."""
+    return any(text.partition("=")[0] == "--model" for text in given)
+
+
+def _stop(loaded: Loaded) -> None:
+    """End a server whose only model was refused; it loads it in a thread, and would go on without one."""
+    if threading.current_thread() is not threading.main_thread() and not loaded.total:
+        _thread.interrupt_main()
+        raise SystemExit(2)  # of the thread, without a traceback; the main thread tells the error
 
 
 def _report(loaded: Loaded) -> bool:
@@ -125,7 +167,7 @@ def _report(loaded: Loaded) -> bool:
         console.print(f"\n{name}, the caches made last", markup=False, highlight=False, soft_wrap=True)
         print_report(console, report, [])
     print_notes(console, loaded.notes())
-    for name, error in loaded.errors:
+    for name, error in loaded.errors if loaded.total else []:  # else the error itself is on its way
         _say(f"{name} was not compressed: {' '.join(str(error).split())}")
     packed = any(report.packed for _, report in reports)
     if not packed and any(r.tokens for _, report in reports for r in report.packed_layers):

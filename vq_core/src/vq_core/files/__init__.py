@@ -1,1 +1,1 @@
-"""Files as data: strict JSON, safetensors read with every claim checked, writing that leaves the old or the new file."""
+"""Files as data: strict JSON, safetensors with every claim checked, writing that leaves the old or the new."""

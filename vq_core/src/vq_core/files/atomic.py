@@ -9,8 +9,10 @@ and none once the target has been written again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
+import hashlib
 import os
 import secrets
 import stat
@@ -50,7 +52,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 def temporaries(target: Path) -> list[Path]:
     """The temporary files of a target, in use or left behind."""
-    return [Path(p) for p in glob.glob(glob.escape(str(target.parent / f".{target.name}")) + MARK + "*")]
+    return [Path(p) for p in glob.glob(glob.escape(str(target.parent / f".{_stem(target)}")) + MARK + "*")]
+
+
+def _stem(target: Path) -> str:
+    """The target's name, or what stands for it where nothing could be added to it."""
+    name = os.fsencode(target.name)
+    return target.name if len(name) <= 200 else hashlib.sha256(name).hexdigest()
 
 
 def remove_stale(target: Path) -> None:
@@ -73,7 +81,7 @@ def kind(mode: int) -> str:
 
 def _create(target: Path) -> tuple[Path, int]:
     while True:
-        path = target.parent / f".{target.name}{MARK}{secrets.token_hex(8)}"
+        path = target.parent / f".{_stem(target)}{MARK}{secrets.token_hex(8)}"
         # 0o666 and the user's mask: the permissions of any new file.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -93,5 +101,8 @@ def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that brings no folder to the disk
+            raise
     finally:
         os.close(descriptor)

@@ -31,6 +31,8 @@ DTYPES = {
     "BF16": mx.bfloat16, "U32": mx.uint32, "I32": mx.int32, "F32": mx.float32, "U64": mx.uint64, "I64": mx.int64,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PLAIN = {1: (mx.uint8, np.uint8), 2: (mx.uint16, np.uint16), 4: (mx.uint32, np.uint32), 8: (mx.uint64, np.uint64)}
+"""By size, what any dtype can be seen as; not as bytes, of which 2 GiB would be more than MLX can count."""
 _ZERO = "0" * 64
 _PIECE = 2**24
 
@@ -77,12 +79,12 @@ def write(path: str | os.PathLike[str], form: Format, description: Any, tensors:
         SettingsError: a path that cannot be written, a disk that is full, a dtype or a description that no file
             can hold.  ``path`` is as it was.
     """
-    table, offset = {}, 0
-    for name, array in tensors.items():
+    name, table, offset = _named(path), {}, 0
+    for key, array in tensors.items():
         if array.dtype not in _NAMES:
-            raise SettingsError(f"{name} is {array.dtype}; a file can hold {', '.join(map(str, _NAMES))}")
+            raise SettingsError(f"{key} is {array.dtype}; a file can hold {', '.join(map(str, _NAMES))}")
         end = offset + array.nbytes
-        table[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
+        table[key] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
         offset = end
     try:
         about = {"format": form.name, "version": str(form.version), "description": jsontext.dump(description)}
@@ -90,7 +92,7 @@ def write(path: str | os.PathLike[str], form: Format, description: Any, tensors:
         size = len(_header(table, about))
         if size > LARGEST_HEADER:
             raise SettingsError(f"the description takes {size:,} bytes; a file can hold {LARGEST_HEADER:,}")
-        with replacing(path) as file:
+        with replacing(name) as file:
             file.write(bytes(size))
             digest = hashlib.sha256()
             for array in tensors.values():
@@ -101,8 +103,16 @@ def write(path: str | os.PathLike[str], form: Format, description: Any, tensors:
             about["header_sha256"] = hashlib.sha256(_header(table, about)).hexdigest()
             file.seek(0)
             file.write(_header(table, about))
-    except OSError as error:
-        raise SettingsError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+    except SettingsError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise SettingsError(f"cannot write {shown(name)}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _named(path: Any) -> str:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise SettingsError(f"the path must be text or a Path, got {shown(path)}")
+    return os.fspath(path)
 
 
 def _header(table: Mapping[str, Any], about: Mapping[str, str]) -> bytes:
@@ -113,7 +123,10 @@ def _header(table: Mapping[str, Any], about: Mapping[str, str]) -> bytes:
 
 def _bytes_of(array: mx.array) -> memoryview:
     """All bytes of an array in order, without a copy where it lies in order."""
-    return memoryview(mx.contiguous(array.reshape(-1)).view(mx.uint8))  # type: ignore[arg-type]
+    if not array.size:
+        return memoryview(b"")
+    plain = mx.contiguous(array).view(_PLAIN[array.dtype.size][0])
+    return memoryview(plain).cast("B")  # type: ignore[arg-type]
 
 
 # ---- reading
@@ -165,7 +178,7 @@ class Reader:
         self._file.seek(header.start)
         for name, (dtype, shape, _) in header.tensors.items():
             data = np.empty(math.prod(shape) * DTYPES[dtype].size, np.uint8)
-            view = memoryview(data)
+            view = memoryview(data)  # type: ignore[arg-type]
             done = 0
             while done < len(view):
                 got = self._file.readinto(view[done : done + _PIECE])  # type: ignore[attr-defined]
@@ -175,28 +188,29 @@ class Reader:
                 done += got
             if dtype == "BOOL" and data.size and data.max() > 1:
                 raise FormatError(f"tensor {shown(name)} has bytes that are neither true nor false")
-            found[name] = mx.array(data).view(DTYPES[dtype]).reshape(shape) if data.size else _empty(dtype, shape)
+            plain = data.view(_PLAIN[DTYPES[dtype].size][1]).reshape(shape)
+            found[name] = mx.array(plain).view(DTYPES[dtype]) if data.size else mx.zeros(shape, DTYPES[dtype])
             mx.eval(found[name])
         if digest.hexdigest() != header.data_sha256:
             raise FormatError("the tensors' bytes are not those that were saved: the file is damaged")
         return found
 
 
-def _empty(dtype: str, shape: tuple[int, ...]) -> mx.array:
-    return mx.zeros(shape, DTYPES[dtype])
-
-
 def _open(path: str | os.PathLike[str]) -> BinaryIO:
+    name, descriptor = _named(path), None
     try:
-        # Without blocking: a pipe that nobody writes to would keep us here for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        mode = os.stat(name).st_mode
+        if stat.S_ISREG(mode):
+            # Without blocking, and asked again: a pipe may have taken the file's place since.
+            descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            mode = os.fstat(descriptor).st_mode
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise FormatError(f"cannot read {shown(os.fspath(path))}: {getattr(error, 'strerror', error)}") from None
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+        raise FormatError(f"cannot read {shown(name)}: {getattr(error, 'strerror', error)}") from None
+    if descriptor is not None and stat.S_ISREG(mode):
+        return open(descriptor, "rb", buffering=0)
+    if descriptor is not None:
         os.close(descriptor)
-        raise FormatError(f"{shown(os.fspath(path))} is {kind(mode)}, not a regular file")
-    return open(descriptor, "rb", buffering=0)
+    raise FormatError(f"{shown(name)} is {kind(mode)}, not a regular file")
 
 
 def _read(file: BinaryIO, n: int) -> bytes:

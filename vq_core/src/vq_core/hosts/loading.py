@@ -40,14 +40,15 @@ class _Finder:
             return None
         others = (f for f in list(sys.meta_path) if f is not self and hasattr(f, "find_spec"))
         spec = next((s for f in others if (s := f.find_spec(name, path, target)) is not None), None)
-        if spec is not None and hasattr(spec.loader, "exec_module"):
-            run = spec.loader.exec_module
+        loader: Any = None if spec is None else spec.loader
+        if hasattr(loader, "exec_module"):
+            run = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
                 _add(module)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            loader.exec_module = exec_module
         return spec
 
 
@@ -63,4 +64,4 @@ def announce() -> None:
         _add(module)
     # It stays: taking it out while another thread walks the list would make that thread miss a finder.
     elif not any(type(finder) is _Finder for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder())

@@ -7,9 +7,12 @@ with its own decoding on a small input, and records what was chosen.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
+import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -132,8 +135,9 @@ def bind(method: str | SideChoice, ctx: PrepareContext, fallback: str = "error")
         PluginError: the method breaks the contract.
     """
     choice = choose(method, ctx.side) if isinstance(method, str) else method
+    # Outside our lock: a plugin that binds while it is being loaded holds the registry's and waits for ours.
+    record = resolve(choice.label)
     with _lock:
-        record = resolve(choice.label)
         key = (record.distribution, record.version, choice, ctx, fallback)
         if key not in _bound:
             _bound[key] = _bind(record, choice, ctx, fallback)
@@ -251,6 +255,7 @@ def _attend(
         _latched[name, where] = reason
         warnings.warn(f"{reason}; it is read by decoding from now on", RuntimeWarning, stacklevel=2)
         return None, Operation("vq_attend", "core: decode a tile, then multiply", (reason,))
+    mx.eval(state_arrays(attend))  # what the probe did not need: constants are read on other threads
     return attend, Operation("vq_attend", where)
 
 
@@ -278,7 +283,10 @@ def _probe_input(ctx: PrepareContext, layout: Layout) -> mx.array:
 
 
 def state_arrays(state: Any, leave: tuple[type, ...] = ()) -> list[mx.array]:
-    """All MLX arrays reachable from an object, each once; objects of the classes ``leave`` are not entered."""
+    """All MLX arrays reachable from an object, each once; objects of the classes ``leave`` are not entered.
+
+    Functions are entered through what they have bound: closures, defaults, arguments of ``partial``, ``self``.
+    """
     found: dict[int, mx.array] = {}
     seen: set[int] = set()
     todo = [state]
@@ -289,12 +297,30 @@ def state_arrays(state: Any, leave: tuple[type, ...] = ()) -> list[mx.array]:
         seen.add(id(item))
         if isinstance(item, mx.array):
             found[id(item)] = item
-        elif isinstance(item, Mapping):
-            todo.extend(item.values())
-        elif isinstance(item, list | tuple | set | frozenset):
-            todo.extend(item)
-        elif attrs.has(type(item)):
-            todo.extend(getattr(item, f.name) for f in attrs.fields(type(item)))
-        elif hasattr(item, "__dict__") and not isinstance(item, type) and not callable(item):
-            todo.extend(vars(item).values())
+        else:
+            todo.extend(_parts(item))
     return list(found.values())
+
+
+def _parts(item: Any) -> Iterator[Any]:
+    """What an object holds."""
+    if isinstance(item, Mapping):
+        yield from item.values()
+    elif isinstance(item, list | tuple | set | frozenset):
+        yield from item
+    elif isinstance(item, functools.partial):
+        yield from (item.func, item.args, item.keywords)
+    elif isinstance(item, types.MethodType):
+        yield from (item.__self__, item.__func__)
+    elif isinstance(item, types.FunctionType):
+        yield from (item.__defaults__, item.__kwdefaults__)
+        for cell in item.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a name that is bound later
+                yield cell.cell_contents
+    elif not isinstance(item, type | types.ModuleType):
+        yield from getattr(item, "__dict__", {}).values()
+        for base in type(item).__mro__:
+            slots = base.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                private = name.startswith("__") and not name.endswith("__")
+                yield getattr(item, f"_{base.__name__.lstrip('_')}{name}" if private else name, None)

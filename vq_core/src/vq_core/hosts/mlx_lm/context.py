@@ -55,9 +55,7 @@ def room(context: int | None, held: int, prompt: int, max_tokens: int, whose: st
     if total > context:
         raise SettingsError(f"the prompt makes {counted} and {whose} context holds {context}: shorten the prompt")
     if max_tokens and total == context:
-        raise SettingsError(
-            f"the prompt makes {counted} and fills {whose} context of {context}: no token fits after it"
-        )
+        raise SettingsError(f"the prompt makes {counted} and {whose} context holds {context}: no new token fits")
     return min(max_tokens, context - total)
 
 

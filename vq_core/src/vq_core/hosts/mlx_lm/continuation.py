@@ -57,7 +57,7 @@ class Continuation:
         from vq_core import save_cache
 
         check_target(path)
-        save_cache(path, self.caches, model=model, metadata=self.metadata())
+        save_cache(Path(path).expanduser(), self.caches, model=model, metadata=self.metadata())
 
 
 def resume(path: str | Path, model: Any) -> Continuation:
@@ -74,9 +74,7 @@ def resume(path: str | Path, model: Any) -> Continuation:
     from vq_core import load_cache
     from vq_core.hosts.mlx_lm.saved import read_metadata
 
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise SettingsError(f"no cache to load: {file} is not a file")
+    file = check_source(path)
     caches = load_cache(file, model=model)
     lengths = {cache.offset for cache in caches if isinstance(getattr(cache, "offset", None), int)}
     if len(lengths) > 1:
@@ -94,15 +92,27 @@ def resume(path: str | Path, model: Any) -> Continuation:
     return found
 
 
+def check_source(path: str | Path) -> Path:
+    """The file to load; :class:`SettingsError` if there is none."""
+    file = Path(path).expanduser()
+    try:
+        found = file.is_file()
+    except OSError:  # a name that no file can have
+        found = False
+    if not found:
+        raise SettingsError(f"no cache to load: {file} is not a file")
+    return file
+
+
 def check_target(path: str | Path) -> None:
     """Raise :class:`SettingsError` if a file cannot be written there; what is there stays as it is."""
     file = Path(path).expanduser()
-    if file.is_dir():
-        raise SettingsError(f"the cache cannot be saved: {file} is a folder; name a file in it")
-    if not file.parent.is_dir():
-        raise SettingsError(f"the cache cannot be saved: there is no folder {file.parent}; make it first")
-    there = file.exists()
     try:
+        if file.is_dir():
+            raise SettingsError(f"the cache cannot be saved: {file} is a folder; name a file in it")
+        if not file.parent.is_dir():
+            raise SettingsError(f"the cache cannot be saved: there is no folder {file.parent}; make it first")
+        there = file.exists()
         # Only opening it tells: rights, a read-only disk, a name that is too long.
         with file.open("ab"):
             pass

@@ -106,8 +106,9 @@ def _not_rewound(cache: Any, length: int) -> str:
     for inner in getattr(cache, "caches", ()):
         if reason := _not_rewound(inner, length):
             return reason
-    window = getattr(cache, "max_size", None)
-    if isinstance(window, int) and window <= length and not isinstance(cache, PackedKVCache):
+    # Either kind says that it cannot be trimmed once its window has turned over; mlx-lm then drops nothing, silently.
+    window = cache.sliding if isinstance(cache, PackedKVCache) else getattr(cache, "max_size", None)
+    if isinstance(window, int) and window <= length:
         return f"{name}, a window of {window} tokens that {length} tokens overrun"
     return "" if cache.is_trimmable() else name
 

@@ -103,10 +103,9 @@ class Expected:
             return made
         if made._history is not None:
             for side, bound in made._history.bound.items():
-                if cache._history.bound[side].ctx != bound.ctx:
-                    raise FormatError(
-                        f"{where}: the {side} were packed for {cache._history.bound[side].ctx}, the model's are {bound.ctx}"
-                    )
+                ctx = cache._history.bound[side].ctx
+                if ctx != bound.ctx:
+                    raise FormatError(f"{where}: the {side} were packed for {ctx}, the model's are {bound.ctx}")
         cache.layer, cache._strict = made.layer, made._strict
         return cache
 
@@ -121,7 +120,8 @@ def expected(model: Any) -> Expected:
 
     handle = model if isinstance(model, CompressedModel) else handle_of(model)
     if handle is not None:
-        return Expected(handle.model, handle, handle.fresh(), _tried(handle.model, handle.plain_cache()))
+        model = handle.model if model is handle else model
+        return Expected(model, handle, handle.fresh(), _tried(model, handle.plain_cache()))
     if not hasattr(model, "layers") or not hasattr(model, "parameters"):
         raise SettingsError(
             f"model must be a model, the first of what mlx_lm.load returns, or what compress returned; "

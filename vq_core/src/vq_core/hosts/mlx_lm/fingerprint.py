@@ -17,7 +17,8 @@ def fingerprint(model: Any) -> dict[str, Any]:
     At most 64 parameters are sampled, 48 values of each: a model that differs elsewhere alone has the same
     fingerprint.
     """
-    parameters: list[tuple[str, mx.array]] = sorted(tree_flatten(model.parameters()), key=lambda item: item[0])
+    flat: Any = tree_flatten(model.parameters())
+    parameters: list[tuple[str, mx.array]] = sorted(flat, key=lambda item: item[0])
     names = "\n".join(f"{name} {array.shape} {array.dtype}" for name, array in parameters)
     filled = [array for _, array in parameters if array.size]
     step = max(1, -(-len(filled) // SAMPLED))

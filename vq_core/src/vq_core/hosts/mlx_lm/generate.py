@@ -78,10 +78,10 @@ def load_with_config(model: str | Path) -> tuple[Any, Any, dict[str, Any]]:
     if not folder.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise HostError(f"no such folder: {name}; give a folder in mlx-lm's format or a name on the model hub")
     try:
-        loaded: Any = mlx_lm.load(name, return_config=True)
+        loaded, tokenizer, config = mlx_lm.load(name, return_config=True)  # type: ignore[misc]
     except _LOAD_ERRORS as error:
         raise HostError(f"mlx-lm cannot load {name!r}: {type(error).__name__}: {error}") from error
-    return loaded
+    return loaded, tokenizer, config
 
 
 def stream(

@@ -18,8 +18,9 @@ from vq_core.cache.tagged import StrictTag, reading_of
 _BEFORE = "vq_before"
 """Attribute of our function: what it has replaced."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _users = 0
+_leases = 0
 
 
 def _reading_tags(before: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,12 +55,20 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo one :func:`install`; the last one puts back what was there, unless somebody has replaced ours."""
+    """Undo one :func:`install`; the last one puts back what was there, unless somebody has replaced ours.
+
+    While another thread is between a layer's update and its attention, that attention is waited for: ours is taken
+    away when the last strict tag is gone.
+    """
     global _users
     with _lock:
         _users = max(0, _users - 1)
-        if not _users and installed():
-            mx.fast.scaled_dot_product_attention = getattr(mx.fast.scaled_dot_product_attention, _BEFORE)
+        _remove_unused()
+
+
+def _remove_unused() -> None:
+    if not _users and not _leases and installed():
+        mx.fast.scaled_dot_product_attention = getattr(mx.fast.scaled_dot_product_attention, _BEFORE)
 
 
 def installed() -> bool:
@@ -68,7 +77,23 @@ def installed() -> bool:
 
 
 class WhileInstalled:
-    """True while attention is ours: only then can a tag do without its dense side."""
+    """Lets tags do without a dense side only while attention is ours, which then stays as long as they do."""
 
-    def __bool__(self) -> bool:
-        return installed()
+    def lease(self) -> Lease | None:
+        """To be held by strict tags; ``None`` where they must not be strict."""
+        global _leases
+        with _lock:
+            if not _users or not installed():
+                return None
+            _leases += 1
+            return Lease()
+
+
+class Lease:
+    """Keeps attention ours until it is gone."""
+
+    def __del__(self) -> None:
+        global _leases
+        with _lock:
+            _leases -= 1
+            _remove_unused()

@@ -13,6 +13,7 @@ import attrs
 
 from vq_core.cache.policy import CachePolicy, LayerPolicy
 from vq_core.cache.shell import PackedKVCache
+from vq_core.errors import SettingsError
 from vq_core.hosts.mlx_lm import hook
 from vq_core.hosts.mlx_lm.sliding import Windows, why_not
 
@@ -37,6 +38,7 @@ class Place:
         make: Makes ours; ``None`` where nothing can.
         shape: Arguments of ``prepare_for``, once the model was tried out.
         strict: Whether what ours returns needs no dense side.
+        strict_lengths: For chunks of these lengths alone; ``None``: of any length.
         dense: Why ours is read densely; empty where attention reads it.
         settle: After the trial run, given our cache there: why the place rather keeps the model's own, or nothing.
     """
@@ -48,6 +50,7 @@ class Place:
     make: Maker | None = None
     shape: dict[str, Any] | None = None
     strict: bool = False
+    strict_lengths: tuple[int, ...] | None = None
     dense: str = ""
     settle: Callable[[Any], str] | None = None
 
@@ -65,12 +68,21 @@ class Place:
         return cache
 
     def at(self, caches: Sequence[Any]) -> Any:
-        """The cache that stands here in a list of one cache a layer; ``None`` if there is none."""
+        """The cache that stands here in a list of one cache a layer.
+
+        Raises:
+            SettingsError: another layer's structure than the model makes.
+        """
         cache = caches[self.layer]
         if self.child is None:
             return cache
         inner = children(cache)
-        return inner[self.child] if inner is not None and self.child < len(inner) else None
+        if inner is None or self.child >= len(inner):
+            raise SettingsError(
+                f"layer {self.layer}: the model makes a CacheList with at least {self.child + 1} caches here, not "
+                f"{type(cache).__name__}; give caches that make_cache has made"
+            )
+        return inner[self.child]
 
     def put(self, caches: list[Any], cache: Any) -> None:
         """Let a cache stand here."""
@@ -113,12 +125,18 @@ def _judge(place: Place, cache: Any, skipped: bool, windows: Windows) -> Place:
     return place
 
 
+def _ours(place: Place, policy: LayerPolicy, sliding: int | None = None) -> PackedKVCache:
+    return PackedKVCache.from_policy(
+        policy, layer=place.layer, strict=place.strict and STRICT, strict_lengths=place.strict_lengths, sliding=sliding
+    )
+
+
 def _full_attention(cache: Any, place: Place, windows: Windows) -> Maker | None:
     from mlx_lm.models.cache import KVCache
 
     if type(cache) is not KVCache:
         return None
-    return lambda place, policy: PackedKVCache.from_policy(policy, layer=place.layer, strict=place.strict and STRICT)
+    return _ours
 
 
 def _sliding_window(cache: Any, place: Place, windows: Windows) -> Maker | None:
@@ -132,9 +150,7 @@ def _sliding_window(cache: Any, place: Place, windows: Windows) -> Maker | None:
 
     def make(place: Place, policy: LayerPolicy) -> PackedKVCache:
         # The first tokens leave a sliding window, so sink tokens are for the other layers.
-        policy = attrs.evolve(policy, sink_tokens=0)
-        strict = place.strict and STRICT
-        return PackedKVCache.from_policy(policy, layer=place.layer, strict=strict, sliding=window)
+        return _ours(place, attrs.evolve(policy, sink_tokens=0), window)
 
     return make
 

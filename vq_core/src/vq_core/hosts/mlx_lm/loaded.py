@@ -16,7 +16,7 @@ from vq_core.cache.policy import CachePolicy
 from vq_core.cache.shell import PackedKVCache
 from vq_core.errors import HostError
 from vq_core.hosts.mlx_lm import hook
-from vq_core.hosts.mlx_lm.prepare import CompressedModel, compress, register
+from vq_core.hosts.mlx_lm.prepare import CompressedModel, check_ways, compress, register
 from vq_core.hosts.mlx_lm.report import ModelReport
 from vq_core.hosts.mlx_lm.versions import check_version
 
@@ -31,12 +31,14 @@ class Loaded:
         files: Caches that mlx-lm has read from files, newest last.
         handles: Models as (name, handle), in the order of loading, without those that were dropped before another
             one was loaded.
+        total: Models that were compressed, those included that were dropped.
     """
 
     policy: CachePolicy
     errors: list[tuple[str, BaseException]] = attrs.Factory(list)
     files: list[list[Any]] = attrs.Factory(list)
     handles: list[tuple[str, CompressedModel]] = attrs.Factory(list)
+    total: int = 0
 
     def reports(self) -> list[tuple[str, ModelReport]]:
         """Of each model's caches made last; of those read from a file, where the model has made none since."""
@@ -75,13 +77,14 @@ class Loaded:
 
 
 @contextlib.contextmanager
-def compress_loaded(**policy: Any) -> Iterator[Loaded]:
+def compress_loaded(*, refused: Callable[[Loaded], None] | None = None, **policy: Any) -> Iterator[Loaded]:
     """Compress every model that mlx-lm loads inside the ``with`` block, draft models too.
 
     ``mlx_lm.utils.load_model`` is replaced, through which ``mlx_lm.load`` and all of mlx-lm's commands go; what was
     there is put back at the end, and the models give up their packed caches.
 
     Args:
+        refused: Called, where a model is loaded, after an error of its compression has been noted.
         policy: As for :func:`~vq_core.hosts.mlx_lm.compress`.
 
     Raises:
@@ -93,9 +96,11 @@ def compress_loaded(**policy: Any) -> Iterator[Loaded]:
     from mlx_lm.models import cache
 
     register()
-    dense = policy.pop("dense", "auto")
+    ways = {name: policy.pop(name) for name in ("dense", "windows") if name in policy}
+    check_ways(**ways)
     loaded = Loaded(CachePolicy.make(**policy))
-    load_model, load_prompt_cache = utils.load_model, cache.load_prompt_cache
+    load_model = utils.load_model
+    load_prompt_cache: Callable[..., Any] = cache.load_prompt_cache
 
     def load_compressed(model_path: Any, *args: Any, **kwargs: Any) -> Any:
         if mx.distributed.init().size() > 1:
@@ -103,10 +108,13 @@ def compress_loaded(**policy: Any) -> Iterator[Loaded]:
         loaded._drop_unused()
         model, config = load_model(model_path, *args, **kwargs)
         try:
-            loaded.handles.append((str(model_path), compress(model, dense=dense, **policy)))
+            loaded.handles.append((str(model_path), compress(model, **ways, **policy)))
         except BaseException as error:
             loaded.errors.append((str(model_path), error))
+            if refused is not None:
+                refused(loaded)
             raise
+        loaded.total += 1
         return model, config
 
     def load_file(*args: Any, **kwargs: Any) -> Any:

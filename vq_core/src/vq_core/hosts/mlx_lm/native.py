@@ -17,6 +17,9 @@ from vq_core.files import jsontext
 from vq_core.files.jsontext import shown
 
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+GROUPS, BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
+LONGEST = 2**30
+"""Positions that are believed of a cache that forgets its oldest tokens, so holds no arrays to tell them by."""
 COUNTERS = (mx.int32, mx.int64, mx.uint32, mx.uint64)
 
 
@@ -130,9 +133,9 @@ def _rotating(name: str, state: list[Any]) -> Any:
     keys, values, offset, keep, size, index = state
     room = _pair(name, keys, values)
     jsontext.whole(size, f"the size of a {name}", 1)
-    jsontext.whole(keep, f"the kept tokens of a {name}", 0, size)
+    jsontext.whole(keep, f"the kept tokens of a {name}", 0, size - 1)
     jsontext.whole(index, f"the place in a {name}", 0, room or 0)
-    jsontext.whole(offset, f"the offset of a {name}", 0, 0 if room is None else 2**31 - 1)
+    jsontext.whole(offset, f"the offset of a {name}", 0, 0 if room is None else LONGEST)
     if room is not None and offset > room and room < size:
         raise FormatError(f"a {name} of {size} tokens that has seen {offset} and holds {room}")
     return _filled(_module().RotatingKVCache(size, keep), state)
@@ -142,7 +145,7 @@ def _chunked(name: str, state: list[Any]) -> Any:
     keys, values, offset, size, start = state
     room = _pair(name, keys, values)
     jsontext.whole(size, f"the size of a {name}", 1)
-    jsontext.whole(start, f"the start of a {name}", 0)
+    jsontext.whole(start, f"the start of a {name}", 0, LONGEST)
     jsontext.whole(offset, f"the offset of a {name}", start, start + (room or 0))
     return _filled(_module().ChunkedKVCache(size), state)
 
@@ -165,8 +168,10 @@ def _arrays(name: str, state: list[Any]) -> Any:
 
 def _quantized(name: str, state: list[Any]) -> Any:
     keys, values, offset, group, bits = state
-    jsontext.whole(group, f"the group size of a {name}", 1, 2**16)
-    jsontext.whole(bits, f"the bits of a {name}", 1, 8)
+    if group not in GROUPS or bits not in BITS:
+        raise FormatError(
+            f"a {name} of {shown(bits)} bits in groups of {shown(group)}; MLX has bits of {BITS}, groups of {GROUPS}"
+        )
     rooms = {_triple(name, side, x, group, bits) for side, x in (("keys", keys), ("values", values)) if x is not None}
     if len(rooms) > 1 or (keys is None) != (values is None):
         raise FormatError(f"the keys and values of a {name} must agree in B, H and S")

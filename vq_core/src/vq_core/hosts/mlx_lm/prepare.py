@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from vq_core.cache.policy import Attention, CachePolicy, Fallback
 from vq_core.errors import SettingsError
 from vq_core.hosts.mlx_lm import hook
 from vq_core.hosts.mlx_lm.handle import MARK, CompressedModel
 from vq_core.hosts.mlx_lm.layers import OURS
-from vq_core.hosts.mlx_lm.sliding import WINDOWS, Windows
+from vq_core.hosts.mlx_lm.sliding import Windows
 from vq_core.hosts.mlx_lm.trial import TRIED, Dense
 from vq_core.hosts.mlx_lm.versions import check_version
 
@@ -45,8 +45,9 @@ def compress(
             Indices count the caches that the model makes, which some layers lack; all caches that one layer has
             in a ``CacheList`` follow its entry.
         dense: Whether arrays that a cache returns have a lazy dense side: ``"lazy"`` always, ``"strict"`` never,
-            ``"auto"`` only where a trial run of the model's graph shows that something other than attention reads them.
-            A model that does so at other chunk lengths than the trial's (64, 2 and 1 tokens) needs ``"lazy"``.
+            ``"auto"`` where a trial run of the model's graph, on chunks of 64, 2 and 1 tokens, shows that something
+            other than attention reads them, and always at other chunk lengths.
+            A model that does so only after many tokens needs ``"lazy"``.
         windows: Layers that attend to a sliding window: ``"auto"`` packs those whose packed window would hold at
             most three quarters of the native one's bytes, ``"packed"`` all, ``"native"`` none. A layer that
             ``layers`` gives a method is packed. ``sink_tokens`` does not apply to them.
@@ -66,10 +67,7 @@ def compress(
             f"compress takes a model, the first of what mlx_lm.load returns{inside}; got {type(model).__name__}, "
             "which has no layers"
         )
-    if dense not in ("auto", "lazy", "strict"):
-        raise SettingsError(f"dense must be auto, lazy or strict; got {dense!r}")
-    if windows not in WINDOWS:
-        raise SettingsError(f"windows must be one of {', '.join(WINDOWS)}; got {windows!r}")
+    check_ways(dense, windows)
     policy = CachePolicy.make(
         method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens,
         attention=attention, fallback=fallback, layers=layers,
@@ -91,10 +89,17 @@ def compress(
         hook.uninstall()
 
 
+def check_ways(dense: str = "auto", windows: str = "auto") -> None:
+    """Raise :class:`SettingsError` where ``dense`` or ``windows`` of :func:`compress` is not one that is accepted."""
+    for name, value, accepted in (("dense", dense, get_args(Dense)), ("windows", windows, get_args(Windows))):
+        if value not in accepted:
+            raise SettingsError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
+
+
 def handle_of(model: Any) -> CompressedModel | None:
-    """The handle of a model that is prepared now, ``None`` for any other."""
+    """The handle that makes a model's caches now (for a copy, that of what it was copied from), ``None`` without."""
     handle = getattr(getattr(model, "make_cache", None), MARK, None)
-    return handle if isinstance(handle, CompressedModel) and handle.model is model else None
+    return handle if isinstance(handle, CompressedModel) else None
 
 
 def register() -> None:

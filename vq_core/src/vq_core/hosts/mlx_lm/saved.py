@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata as distributions
 from typing import Any
 
 import mlx.core as mx
 
+import vq_core
 from vq_core.cache.shell import PackedKVCache
 from vq_core.cache.state import checked, describe, rebuild
 from vq_core.errors import FormatError, SettingsError
 from vq_core.files import jsontext, tensors
 from vq_core.files.jsontext import shown
 from vq_core.hosts.mlx_lm import native
-from vq_core.hosts.mlx_lm.expected import Expected, expected
+from vq_core.hosts.mlx_lm.expected import expected
 from vq_core.hosts.mlx_lm.fingerprint import differences, fingerprint
 from vq_core.hosts.mlx_lm.native import Described
 from vq_core.hosts.mlx_lm.versions import check_saved, check_version
@@ -59,7 +59,7 @@ def save_cache(
     except FormatError as error:
         raise SettingsError(f"save_cache: {error}") from error
     description = {
-        "versions": {"vq_core": distributions.version("vq-core"), "mlx_lm": version},
+        "versions": {"vq_core": vq_core.__version__, "mlx_lm": version},
         "metadata": dict(texts), "model": None, "layers": layers,
     }  # fmt: skip
     if model is not None:
@@ -211,9 +211,10 @@ def _native(entry: dict[str, Any], arrays: Mapping[str, Any], taken: set[str]) -
 def _made(entry: dict[str, Any], arrays: Mapping[str, Any], taken: set[str]) -> Any:
     """The cache of a checked entry."""
     if entry["class"] == "CacheList":
-        from mlx_lm.models.cache import CacheList
+        from mlx_lm.models import cache as known
 
-        return CacheList(*(_made(child, arrays, taken) for child in entry["caches"]))
+        make: Any = known.CacheList
+        return make(*(_made(child, arrays, taken) for child in entry["caches"]))
     if entry["class"] != "PackedKVCache":
         return _native(entry, arrays, taken)
     names = _prefixed(entry, entry["state"], arrays, taken)
@@ -221,6 +222,3 @@ def _made(entry: dict[str, Any], arrays: Mapping[str, Any], taken: set[str]) -> 
     cache = PackedKVCache.__new__(PackedKVCache)
     rebuild(cache, entry["state"], {short: arrays[name] for name, short in names.items()})
     return cache
-
-
-__all__ = ["Expected", "load_cache", "read_metadata", "save_cache"]

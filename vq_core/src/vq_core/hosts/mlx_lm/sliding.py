@@ -13,7 +13,6 @@ import mlx.core as mx
 from vq_core.cache.store import spare_allowed
 
 Windows = Literal["auto", "packed", "native"]
-WINDOWS: tuple[Windows, ...] = ("auto", "packed", "native")
 PAYS = 0.75
 """Share of the native window's bytes that the packed one may hold at most, to be worth its work."""
 

@@ -42,7 +42,7 @@ def try_out(model: Any, places: Sequence[Place], fresh: Fresh, dense: Dense) -> 
     if dense != "lazy":
         seen = _dry_run(model, places, fresh, strict=True)
         if isinstance(seen, list):
-            _learn(places, seen, watched, strict=True)
+            _learn(places, seen, watched, dense, strict=True)
             left = list(dict.fromkeys(p.layer for p in places if p.shape and not p.strict))
             if left and dense == "strict":
                 raise SettingsError(f"{_NOT_STRICT} in layers {left}; leave dense= out, or those layers by layers=")
@@ -51,7 +51,7 @@ def try_out(model: Any, places: Sequence[Place], fresh: Fresh, dense: Dense) -> 
             raise SettingsError(f"{_NOT_STRICT}: {seen}")
     seen = _dry_run(model, places, fresh, strict=False)
     if isinstance(seen, list):
-        _learn(places, seen, watched, strict=False)
+        _learn(places, seen, watched, dense, strict=False)
         return []
     return [f"the model could not be tried out ({seen}); shapes are checked as they come"]
 
@@ -70,7 +70,7 @@ def _watch(model: Any, places: Sequence[Place], fresh: Fresh) -> dict[int, Any]:
     Returns:
         The watching caches, by the number of the place.
     """
-    doubtful = {i: p for i, p in enumerate(places) if p.child is not None and not p.reason}
+    doubtful = {i: p for i, p in enumerate(places) if p.child is not None and p.native == "KVCache" and not p.reason}
     if not doubtful:
         return {}
     from vq_core.hosts.mlx_lm.watch import Watching
@@ -106,7 +106,7 @@ def _dry_run(model: Any, places: Sequence[Place], fresh: Fresh, strict: bool) ->
     return caches
 
 
-def _learn(places: Sequence[Place], caches: list[Any], watched: dict[int, Any], strict: bool) -> None:
+def _learn(places: Sequence[Place], caches: list[Any], watched: dict[int, Any], dense: Dense, strict: bool) -> None:
     for i, place in enumerate(places):
         cache = place.at(caches)
         if not isinstance(cache, OURS):
@@ -125,6 +125,8 @@ def _learn(places: Sequence[Place], caches: list[Any], watched: dict[int, Any], 
             "kv_heads": ctx.kv_heads, "key_dim": ctx.key_dim, "value_dim": ctx.value_dim,
             "dtype": getattr(mx, ctx.dtype),
         }  # fmt: skip
+        # At a length that was not tried a model may do something else, so there the dense side is left to be asked for.
+        place.strict_lengths = TRIED if dense == "auto" else None
         clean = not cache.reads.lost and not cache.reads.dense
         place.strict = strict and clean
         if cache.reads.lost:

@@ -8,6 +8,7 @@ from vq_core.kernels.simulator.errors import SimulatorError
 from vq_core.kernels.simulator.program import GRID_NAMES, Program
 
 _ERROR = re.compile(r"^(?P<file>[^\n:]+):(?P<line>\d+):(?:\d+:)? (?:fatal )?error: (?P<text>.*)$", re.MULTILINE)
+_NOTE = re.compile(r"^(?:In file included from )?([^\n:]+):(\d+):", re.MULTILINE)
 _KEEP = 3  # errors shown; the rest follow from the first ones
 
 # Found in an error's text -> the way out. The first that fits is taken.
@@ -58,12 +59,16 @@ def compile_error(output: str, programs: tuple[Program, ...]) -> SimulatorError:
     errors = list(_ERROR.finditer(output))
     # What goes wrong inside the runtime's templates follows from the kernel's own mistakes, where it has some.
     own = [found for found in errors if found["file"].removesuffix(" header") in names]
+    previous = 0
     for found in own or errors:
         file, line, text = found["file"], int(found["line"]), found["text"].strip()
         kernel = file.removesuffix(" header")
         if kernel not in names:
-            # A template of the runtime that the body uses wrongly: the place in the body stands in the notes after it.
-            file, kernel, line = _place_in_body(output[found.end() :], names) or (file, kernel, line)
+            # A template of the runtime that the body uses wrongly. The place in the body stands in the notes: g++ has
+            # them before the error, clang after it.
+            notes = _places(output[previous : found.start()], names)[-1:] or _places(output[found.end() :], names)[:1]
+            file, kernel, line = notes[0] if notes else (file, kernel, line)
+        previous = found.end()
         first = first or (kernel, line)
         where = f"header line {line}" if file.endswith(" header") else f"line {line}"
         where = f"kernel {kernel!r}, {where}" if kernel in names else f"{file}:{line}"
@@ -82,12 +87,9 @@ def compile_error(output: str, programs: tuple[Program, ...]) -> SimulatorError:
     )
 
 
-def _place_in_body(rest: str, names: dict[str, Program]) -> tuple[str, str, int] | None:
-    for found in re.finditer(r"^\s*(?:In file included from )?([^\n:]+):(\d+):", rest, re.MULTILINE):
-        kernel = found[1].strip().removesuffix(" header")
-        if kernel in names:
-            return found[1].strip(), kernel, int(found[2])
-    return None
+def _places(text: str, names: dict[str, Program]) -> list[tuple[str, str, int]]:
+    found = ((line[1], line[1].removesuffix(" header"), int(line[2])) for line in _NOTE.finditer(text))
+    return [place for place in found if place[1] in names]
 
 
 def _code(program: Program | None, header: bool, line: int) -> str:

@@ -82,8 +82,9 @@ def instrument(text: str, helpers: frozenset[str], *, header: bool) -> str:
             marks.append(body_mark)
         if condition:
             first, last = condition
+            # Before the condition: a mark of a call in it ends with it, and would take the round along.
             if plain[first:last].strip():
-                marks += [(first, 0, "("), (last, 1, f") && {rounds}.next()")]
+                marks += [(first, 0, f"{rounds}.next() && ("), (last, 1, ")")]
             else:
                 marks.append((first, 0, f" {rounds}.next()"))
     if helpers:

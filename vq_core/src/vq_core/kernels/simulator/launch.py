@@ -97,8 +97,10 @@ def run(
             unwritten, or the call does not fit the declarations.
     """
     call = _checked(program, arguments, inputs, outputs, threadgroups, threads, seed, contract)
-    if not time_limit > 0:
-        raise declaration_error(program.name, f"time_limit is {time_limit}; it is a number of seconds above 0")
+    if not 0 < time_limit <= 1e6:
+        raise declaration_error(
+            program.name, f"time_limit is {time_limit}; it is a number of seconds above 0, up to 1e6"
+        )
     if not all(threadgroups):
         return _complete(call, {name: np.zeros(shape, dtype) for name, (shape, dtype) in call.outputs.items()}, {})
     library, symbol = entry(program, call.key, contract)
@@ -182,7 +184,7 @@ def _checked(
 
 def _check_grid(program: Program, threadgroups: tuple[int, int, int], threads: tuple[int, int, int]) -> None:
     for name, value, least in (("threadgroups", threadgroups, 0), ("threads", threads, 1)):
-        if len(value) != 3 or any(n < least for n in value):
+        if len(value) != 3 or any(not isinstance(n, int | np.integer) or n < least for n in value):
             raise declaration_error(program.name, f"{name} is {value}; it is three ints, each at least {least}")
     width = math.prod(threads)
     if width % 32 or width > MAX_THREADS:
@@ -248,6 +250,9 @@ def _reported(call: _Call, raw: Report) -> SimulatorError:
 
 
 def _whereabouts(launch: Launch) -> str:
+    groups = zip(launch.at_group, launch.threadgroups, strict=True)
+    if launch.at_lane >= MAX_THREADS or any(at >= count for at, count in groups):
+        return "a lane that is not known, because the kernel has overwritten the record of it"
     at = f"lane {launch.at_lane} of threadgroup {tuple(launch.at_group)}"
     return f"{at}, after the access or collective at line {launch.at_line}" if launch.at_line else at
 
@@ -279,8 +284,9 @@ def _complete(
         advice = "Write every element, in every branch; GPU memory holds stale values otherwise."
         if launched < total or missing[-1] == total - 1:  # the end is missing: the launch may have been too small
             advice += (
-                f" The launch has {launched} threads, threadgroups {call.threadgroups} of {call.threads}. If that is "
-                f"too few: grid counts threads, not threadgroups or groups of elements; MLX divides it by the threadgroup."
+                f" The launch has {launched} threads, threadgroups {call.threadgroups} of {call.threads}. If "
+                f"that is too few: grid counts threads, not threadgroups or groups of elements; "
+                f"MLX divides it by the threadgroup."
             )
         raise call.error(
             "unwritten_output",

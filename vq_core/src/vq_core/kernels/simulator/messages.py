@@ -100,8 +100,8 @@ KINDS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "local_outside",
-        "{who} indexes the private array {name}[{index}], which has {limit} elements{wrapped}",
-        "Declare more in VQ_LOCAL or correct the index",
+        "{who} indexes the private array or table {name}[{index}], which has {limit} elements{wrapped}",
+        "Declare more in VQ_LOCAL or VQ_CONSTANT, or correct the index",
     ),
     (
         "stack_full",

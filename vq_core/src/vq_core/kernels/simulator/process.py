@@ -13,7 +13,8 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import IO
+
+from vq_core.kernels.simulator.errors import SimulatorError
 
 _WORKER = Path(__file__).with_name("worker.py")
 _PAGE = 1 << 20
@@ -40,13 +41,23 @@ class Worker:
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="vq-simulator-")  # noqa: SIM115 - lives as long as this
+        self._descriptor, path = tempfile.mkstemp(prefix="vq-simulator-")
+        os.unlink(path)  # the memory stays as long as somebody has it open
         self._process: subprocess.Popen[str] | None = None
         self.segment = self._map(_PAGE)
 
     def _map(self, size: int) -> mmap.mmap:
-        self._file.truncate(size)
-        return mmap.mmap(self._file.fileno(), size)
+        try:
+            os.ftruncate(self._descriptor, size)
+            if hasattr(os, "posix_fallocate"):  # or a full disk would end this process at the first write
+                os.posix_fallocate(self._descriptor, 0, size)
+        except OSError as error:
+            raise SimulatorError(
+                f"{size} bytes for a launch do not fit into the folder for temporary files: {error}. Launch on smaller "
+                f"arrays, or set TMPDIR to a folder with room",
+                kind="memory",
+            ) from None
+        return mmap.mmap(self._descriptor, size)
 
     def reserve(self, size: int) -> mmap.mmap:
         """The segment, with at least ``size`` bytes."""
@@ -60,9 +71,11 @@ class Worker:
 
     def launch(self, library: Path, symbol: str, time_limit: float) -> None:
         """Runs ``symbol`` on the segment, and returns when it has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
+            self._process = self._start()
         process = self._process
-        if process is None or process.poll() is not None:
-            process = self._process = self._start()
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(f"{library}\t{symbol}\t{len(self.segment)}\t{int(time_limit) + 1}\n")
@@ -87,14 +100,13 @@ class Worker:
             raise WorkerRefused(answer.split("\t", 1)[1].strip())
 
     def _start(self) -> subprocess.Popen[str]:
-        descriptor = self._file.fileno()
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_WORKER), str(descriptor)],
+            [sys.executable, "-I", "-S", str(_WORKER), str(self._descriptor)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
-            pass_fds=(descriptor,),
+            encoding="utf-8",
+            pass_fds=(self._descriptor,),
         )
 
     def close(self) -> None:

@@ -44,10 +44,9 @@ GRID_NAMES = {
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
 
 
-def declaration_error(kernel: str | None, message: str) -> SimulatorError:
-    """A declaration or a call that does not fit, as opposed to a kernel that misbehaves."""
-    where = f"kernel {kernel!r}: " if kernel else ""
-    return SimulatorError(where + message, kind="declaration", kernel=kernel)
+def declaration_error(kernel: str, message: str, line: int | None = None) -> SimulatorError:
+    """A declaration, a text or a call that does not fit, as opposed to a kernel that misbehaves."""
+    return SimulatorError(f"kernel {kernel!r}: {message}", kind="declaration", kernel=kernel, line=line)
 
 
 @attrs.frozen

@@ -26,29 +26,26 @@ _FOREIGN = {
 }
 
 
-def check_body(program: Program) -> None:
+def check_text(program: Program) -> None:
     """Refuses, with the line, what would compile here and not elsewhere."""
-    body = without_comments(program.body)
+    body, header = without_comments(program.body), without_comments(program.header)
     for name in program.inputs:
-        foreign = {rf"\b{name}_strides\b": f"{name}_shape: inputs are row-contiguous, so their strides follow from it"}
-        _refuse(program, body, foreign)
+        instead = f"{name}_shape: inputs are row-contiguous, so their strides follow from it"
+        _refuse(program, body, "line", {rf"\b{name}_strides\b": instead})
     for name in program.outputs:
-        foreign = {rf"\b{name}_(shape|strides|ndim)\b": "the shape of an input, or a compile-time parameter"}
-        _refuse(program, body, foreign)
-    _refuse(program, body, _FOREIGN)
-    header = without_comments(program.header)
-    if found := re.search(r"^[ \t]*#[ \t]*include", header, re.MULTILINE):
-        line = header.count("\n", 0, found.start()) + 1
-        raise declaration_error(program.name, f"header line {line}: #include; a header of the dialect stands alone")
+        instead = "the shape of an input, or a compile-time parameter"
+        _refuse(program, body, "line", {rf"\b{name}_(shape|strides|ndim)\b": instead})
+    _refuse(program, body, "line", _FOREIGN)
+    _refuse(program, header, "header line", {**_FOREIGN, r"#[ \t]*include": "nothing: a header stands alone"})
 
 
-def _refuse(program: Program, body: str, foreign: Mapping[str, str]) -> None:
+def _refuse(program: Program, text: str, where: str, foreign: Mapping[str, str]) -> None:
     for pattern, instead in foreign.items():
-        if found := re.search(pattern, body):
-            line = body.count("\n", 0, found.start()) + 1
-            raise declaration_error(
-                program.name, f"line {line}: {found.group()!r} is not in the dialect. Use {instead}."
-            )
+        if found := re.search(pattern, text):
+            line = text.count("\n", 0, found.start()) + 1
+            word = found.group()
+            message = f"{where} {line}: {word!r} is not in the dialect. Use {instead}"
+            raise declaration_error(program.name, message, line)
 
 
 def unit_text(
@@ -59,7 +56,7 @@ def unit_text(
     parts = ['#include "simulator.h"', f'static_assert({sizes}, "abi.py and types.h differ");']
     entries: dict[tuple[Program, tuple[object, ...]], str] = {}
     for number, (program, instances) in enumerate(programs.items()):
-        check_body(program)
+        check_text(program)
         space = f"vq_program_{number}"
         parts += [f"namespace {space} {{", _body(program), "}", '#line 1 "entry"']
         parts += [f"#undef {macro}" for macro in dict.fromkeys(_MACRO.findall(program.header + "\n" + program.body))]

@@ -12,16 +12,26 @@ import signal
 import sys
 
 STACKS = 1024 * (32768 + 320)  # VQ_LANES * VQ_STACK of runtime/fibers.h
+GUARD = 1 << 16  # below the stacks: whole pages, on every system
+
+
+def guarded_stacks() -> tuple[mmap.mmap, int]:
+    """Memory for the lanes' stacks and its address. A lane that overflows for ever meets a page it may not write,
+    before it reaches what the parent will read."""
+    memory = mmap.mmap(-1, GUARD + STACKS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(GUARD), 0):
+        raise OSError("mprotect failed")
+    return memory, address + GUARD
 
 
 def main(descriptor: int) -> None:
     """Serves launches until the parent closes the pipe."""
     libraries: dict[str, ctypes.CDLL] = {}
     segment: mmap.mmap | None = None
-    stacks = mmap.mmap(-1, STACKS)
-    stacks_at = ctypes.addressof(ctypes.c_char.from_buffer(stacks))
-    for line in sys.stdin:
-        library, symbol, size, seconds = line.rstrip("\n").split("\t")
+    _stacks, stacks_at = guarded_stacks()
+    for line in sys.stdin.buffer:
+        library, symbol, size, seconds = line.decode().rstrip("\n").split("\t")
         if segment is None or len(segment) != int(size):
             segment = mmap.mmap(descriptor, int(size))
         try:
@@ -39,8 +49,8 @@ def main(descriptor: int) -> None:
             del view
             signal.alarm(0)
             answer = "done"
-        sys.stdout.write(answer + "\n")
-        sys.stdout.flush()
+        sys.stdout.buffer.write(f"{answer}\n".encode())
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

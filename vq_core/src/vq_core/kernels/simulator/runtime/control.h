@@ -24,22 +24,24 @@ struct vq_call {
 };
 #define VQ_FOR_STEP(i, from, to, step)                                                        \
   for (vq_rounds i##_rounds; i##_rounds.once; i##_rounds.once = false)                        \
-    for (uint i = (from); i < uint(to) && i##_rounds.next(); i += (step))
+    for (uint i = (from); i##_rounds.next() && i < uint(to); i += (step))
 #define VQ_FOR(i, from, to) VQ_FOR_STEP(i, from, to, 1u)
 
+VQ_FN void vq_check_local(const vq_index& i, int64_t size, const char* name) {
+  if (uint64_t(i.value) < uint64_t(size)) return;
+  vq_report& r = vq_error(VQ_LOCAL_OUTSIDE, i.line, i.file);
+  r.index = i.value;
+  r.limit = size;
+  vq_copy_text(r.name, name);
+  vq_stop();
+}
 // Private arrays: bounds are checked; elements start as all ones (a NaN, or the largest number), which shows in results.
 template <class T> struct vq_local_ptr {
   T* data;
   int64_t size;
   const char* name;
   T& operator[](vq_index i) const {
-    if (uint64_t(i.value) >= uint64_t(size)) {
-      vq_report& r = vq_error(VQ_LOCAL_OUTSIDE, i.line, i.file);
-      r.index = i.value;
-      r.limit = size;
-      vq_copy_text(r.name, name);
-      vq_stop();
-    }
+    vq_check_local(i, size, name);
     return data[i.value];
   }
 };
@@ -53,3 +55,13 @@ template <class T, int N> struct vq_local {
 };
 #define VQ_LOCAL(T, name, n) vq_local<T, int(n)> name(#name)
 #define VQ_LOCAL_PTR(T) vq_local_ptr<T>
+// A table of constants, in the header: VQ_CONSTANT(float, LEVELS, 4) = {-1.5f, -0.5f, 0.5f, 1.5f};
+#define VQ_CONSTANT(T, name, n)                 \
+  struct name##_constant {                      \
+    T data[n];                                  \
+    const T operator[](vq_index i) const {      \
+      vq_check_local(i, int64_t(n), #name);     \
+      return data[i.value];                     \
+    }                                           \
+  };                                            \
+  static const name##_constant name

@@ -33,4 +33,6 @@ enum {
   VQ_LANES = 1024,
   VQ_STACK = 32768 + 320,  // not a power of two: the tops of the stacks fall into different cache sets
 };
+// The lowest words of a stack hold this; a frame may step over some of them, hardly over all.
+enum { VQ_CANARIES = 40 };
 static const uint64_t VQ_CANARY = 0x5afe57ac5afe57acull;

@@ -23,7 +23,7 @@ static void vq_start_lane(uint i, char* stacks) {
   w.in_grid = {vq_group_at.x * vq_group_size.x + w.in_group.x, vq_group_at.y * vq_group_size.y + w.in_group.y,
                vq_group_at.z * vq_group_size.z + w.in_group.z};
   w.floor = (uint64_t*)(stacks + size_t(i) * VQ_STACK);
-  *w.floor = VQ_CANARY;
+  for (int k = 0; k < VQ_CANARIES; ++k) w.floor[k] = VQ_CANARY;
   void** top = (void**)(stacks + size_t(i + 1) * VQ_STACK) - VQ_FRESH_WORDS;
   top[VQ_ENTRY_WORD] = (void*)vq_enter;
   w.stack = top;

@@ -9,7 +9,7 @@ struct vq_site { int id, line; const char* file; };
 
 struct vq_lane {
   void* stack;
-  uint64_t* floor;  // lowest word of the stack, holds the canary
+  uint64_t* floor;  // lowest word of the stack
   uint tid, simd, lane, op;
   int line;
   const char* file;
@@ -85,12 +85,16 @@ VQ_COLD static void vq_never_met() {
   }
   vq_stop();
 }
-VQ_FN void vq_park() {
-  vq_lane* me = vq_me;
-  if (*me->floor != VQ_CANARY) {
-    vq_error(VQ_STACK_FULL, me->line, me->file);
+VQ_FN void vq_check_stack(int step) {
+  for (int i = 0; i < VQ_CANARIES; i += step) {
+    if (vq_me->floor[i] == VQ_CANARY) continue;
+    vq_error(VQ_STACK_FULL, vq_me->line, vq_me->file);
     vq_stop();
   }
+}
+VQ_FN void vq_park() {
+  vq_lane* me = vq_me;
+  vq_check_stack(VQ_CANARIES / 4);
   if (vq_head == vq_tail) vq_never_met();
   vq_lane* next = &vq_lanes[vq_queue[vq_head++ & (VQ_LANES - 1)]];
   vq_me = next;
@@ -99,6 +103,7 @@ VQ_FN void vq_park() {
 }
 static void vq_enter() {
   vq_body();
+  vq_check_stack(1);
   vq_me->op = VQ_OP_RETURNED;
   if (!--vq_live) vq_stop();
   vq_park();

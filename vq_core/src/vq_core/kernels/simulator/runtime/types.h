@@ -7,10 +7,12 @@
 typedef unsigned int uint;
 typedef unsigned short ushort;
 typedef unsigned char uchar;
+typedef uint64_t ulong;
 
 struct uint3 { uint x, y, z; };
 
 #define VQ_FN static inline
+#define VQ_UNROLL
 #define VQ_COLD __attribute__((noinline, cold))
 #define VQ_SLOW_PATH __attribute__((noinline))
 

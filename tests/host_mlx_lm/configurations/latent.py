@@ -1,0 +1,113 @@
+"""Models that compute keys and values from a latent, or choose tokens by an index of keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LATENT: dict[str, dict[str, Any]] = {
+    # Latent attention: the cache holds a latent, from which keys and values are derived after the fetch.
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    # Expands the latent before it stores keys of 24 and values of 16.
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "rope_scaling": {"type": "yarn", "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    # A latent as in deepseek_v3, and beside it an index whose keys choose 24 tokens.
+    "deepseek_v32": {
+        "model_type": "deepseek_v32",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "index_topk": 24,
+    },
+    # Two latent attentions in a layer.
+    "longcat_flash": {
+        "model_type": "longcat_flash",
+        "num_layers": 2,
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "ffn_hidden_size": 96,
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 32,
+        "n_routed_experts": 4,
+        "zero_expert_num": 1,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "routed_scaling_factor": 1.0,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "attention_bias": False,
+    },
+    # The first layer attends to everything; in the others an index of keys chooses blocks of 16 tokens.
+    "minimax_m3_vl": {
+        "model_type": "minimax_m3_vl",
+        "text_config": {
+            "model_type": "minimax_m3",
+            "num_hidden_layers": 3,
+            "intermediate_size": 32,
+            "dense_intermediate_size": 96,
+            "shared_intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_layer_freq": [0, 1, 1],
+            "sparse_attention_freq": [0, 1, 1],
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_block_size": 16,
+            "index_topk_blocks": 3,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    # Stores the expanded keys of 24 and values of 16.
+    "minicpm3": {
+        "model_type": "minicpm3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "dim_model_base": 64,
+        "scale_depth": 1.4,
+        "scale_emb": 2.0,
+        "rope_scaling": {"long_factor": [1.0] * 4, "original_max_position_embeddings": 4096},
+    },
+}
