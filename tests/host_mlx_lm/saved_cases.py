@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from models import CONFIGURATIONS, build, prompt
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.host_mlx_lm.models import CONFIGURATIONS, build, prompt
 
 STEPS = 50
 METHODS = ("identity", "sign_sketch", "centred")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-MODELS = f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+MODELS = f"import sys; sys.path.insert(0, {str(HERE.parents[1])!r})\n"
 
 
 def child(*arguments: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
@@ -72,7 +72,7 @@ import json
 import mlx.core as mx
 import vq_core
 from mlx_lm.models.cache import load_prompt_cache
-from saved_cases import continued
+from tests.host_mlx_lm.saved_cases import continued
 caches = load_prompt_cache({path!r}) if {load} else None
 import mlx_lm
 model, tokenizer = mlx_lm.load({model!r})

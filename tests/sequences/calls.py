@@ -312,9 +312,11 @@ class Sequence:
             file = str(self.folder / "cache.safetensors")
             save_prompt_cache(file, [twins.cache])
             twins.cache = load_prompt_cache(file)[0]
-            return
-        leaves = dict(tree_flatten([twins.cache.state]))
-        twins.cache = PackedKVCache.from_state(tree_unflatten(list(leaves.items()))[0])
+        else:
+            leaves = dict(tree_flatten([twins.cache.state]))
+            twins.cache = PackedKVCache.from_state(tree_unflatten(list(leaves.items()))[0])
+        if twins.cache.empty():  # saved without a shape, so it has no rows either
+            twins.rows = []
 
     def select(self, twins: Twins) -> None:
         """Some rows, in another order, perhaps one twice, as a cache of their own."""

@@ -31,9 +31,6 @@ class History:
         rows: B.
         sliding: W, the layer attends to the newest W tokens only: older ones are dropped, whole pages at once.
             ``None``: to all.
-
-    Attributes:
-        dropped: Tokens of each row that are gone, whole pages of both sides.
     """
 
     def __init__(
@@ -42,8 +39,7 @@ class History:
         self.bound = {"keys": keys, "values": values}
         self.residual, self.sinks = residual, sinks
         self.block = math.lcm(keys.layout.block, values.layout.block)
-        self.sliding, self.dropped = sliding, [0] * rows
-        self._queries = 1
+        self.sliding, self._queries = sliding, 1
         self.unit = math.lcm(keys.layout.page, values.layout.page)
         self.window = Window(rows)
         self.stores = {side: PageStore(b.layout, b.ctx.kv_heads, rows) for side, b in self.bound.items()}
@@ -54,6 +50,11 @@ class History:
     def packed(self) -> list[int]:
         """Packed tokens of each row."""
         return self.stores["keys"].tokens
+
+    @property
+    def dropped(self) -> list[int]:
+        """Tokens of each row that have left the sliding window and are gone, whole pages of both sides."""
+        return self.stores["keys"].gone
 
     @property
     def rows(self) -> int:
@@ -151,7 +152,6 @@ class History:
         self.stores = {side: store.copy() for side, store in self.stores.items()}
         for store in self.stores.values():
             store.drop(gone)
-        self.dropped = [d + n for d, n in zip(self.dropped, gone, strict=True)]
         return True
 
     def _flush(self, joined: tuple[mx.array, mx.array], counts: Sequence[int], goal: Sequence[int]) -> list[int]:
@@ -258,7 +258,6 @@ class History:
     def select(self, rows: Sequence[int]) -> History:
         """Some rows, in the order given, as a history of its own."""
         new = self._empty(len(rows))
-        new.dropped = [self.dropped[row] for row in rows]
         new.window = self.window.select(rows)
         new.stores = {side: store.select(rows) for side, store in self.stores.items()}
         return new
@@ -267,7 +266,6 @@ class History:
         """This history's rows and then the others'."""
         everyone = [self, *others]
         new = self._empty(sum(h.rows for h in everyone))
-        new.dropped = [d for h in everyone for d in h.dropped]
         new.window = Window.join([h.window for h in everyone])
         new.stores = {side: PageStore.join([h.stores[side] for h in everyone]) for side in self.stores}
         return new
@@ -281,7 +279,6 @@ class History:
     def copy(self) -> History:
         """A history that shares the arrays: none is ever changed in place."""
         new = self._empty(self.rows)
-        new.dropped = list(self.dropped)
         new.window = self.window.copy()
         new.stores = {side: store.copy() for side, store in self.stores.items()}
         return new

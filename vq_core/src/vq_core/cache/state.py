@@ -216,13 +216,13 @@ def _rebuild(cache: PackedKVCache, description: dict[str, Any], arrays: Mapping[
             raise FormatError(
                 f"the {side} were packed with another layout than the installed method's: {_differences(was, now)}"
             )
-    history.dropped = list(description["dropped"])
     for name in COUNTS:
         setattr(history.window, name, list(description["window"][name]))
     for name in WINDOW:
         setattr(history.window, name, held.pop(f"window.{name}", None))
     for side, store in history.stores.items():
         entry = description["stores"][side]
+        store.gone = list(description["dropped"])
         store.tokens, store.owned = list(entry["tokens"]), [list(o) for o in entry["owned"]]
         for field in store.layout.fields:
             array = held.pop(f"{side}.{field.name}", None)

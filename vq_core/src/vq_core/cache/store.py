@@ -48,12 +48,18 @@ class PageStore:
         layout: The method's layout.
         heads: KV heads, H.
         rows: Rows of the batch, B.
+
+    Attributes:
+        tokens: Tokens held of each row.
+        gone: Tokens of each row that were dropped from its front, whole pages.
+        owned: Page numbers of each row.
     """
 
     def __init__(self, layout: Layout, heads: int, rows: int):
         self.layout = layout
         self.heads = heads
         self.tokens = [0] * rows
+        self.gone = [0] * rows
         self.owned: list[list[int]] = [[] for _ in range(rows)]
         self.paged: dict[str, mx.array] = {}
         self.sequence: dict[str, mx.array] = {}
@@ -63,7 +69,7 @@ class PageStore:
     def copy(self) -> PageStore:
         """A store of its own that shares the arrays: no array is ever changed in place."""
         new = PageStore(self.layout, self.heads, self.rows)
-        new.tokens, new.owned = list(self.tokens), [list(o) for o in self.owned]
+        new.tokens, new.gone, new.owned = list(self.tokens), list(self.gone), [list(o) for o in self.owned]
         new.paged, new.sequence, new.capacity = dict(self.paged), dict(self.sequence), self.capacity
         return new
 
@@ -213,6 +219,7 @@ class PageStore:
     def drop(self, tokens: Sequence[int]) -> None:
         """Let go of the first ``tokens[b]`` tokens, whole pages, of each row."""
         page = self.layout.page
+        self.gone = [before + n for before, n in zip(self.gone, tokens, strict=True)]
         owned = [pages[n // page :] for pages, n in zip(self.owned, tokens, strict=True)]
         self._keep(owned, [have - n for have, n in zip(self.tokens, tokens, strict=True)], range(self.rows))
 
@@ -220,7 +227,7 @@ class PageStore:
         """A store of its own with copies of some rows, in the order given."""
         new = PageStore(self.layout, self.heads, len(rows))
         new.paged, new.capacity = dict(self.paged), self.capacity
-        new.sequence = dict(self.sequence)
+        new.sequence, new.gone = dict(self.sequence), [self.gone[r] for r in rows]
         new._keep([self.owned[r] for r in rows], [self.tokens[r] for r in rows], rows)
         return new
 
@@ -234,6 +241,7 @@ class PageStore:
             offsets.append(total)
             total += store.used
         new.tokens = [n for s in stores for n in s.tokens]
+        new.gone = [n for s in stores for n in s.gone]
         compact = [s.select(range(s.rows)) for s in stores]
         new.owned = [[p + o for p in owned] for s, o in zip(compact, offsets, strict=True) for owned in s.owned]
         for field in first.layout.fields:
@@ -271,7 +279,7 @@ class PageStore:
             self.owned[b].append(number)
         self.tokens = tokens
         which = list(rows)
-        if not any(tokens):  # a row's sequence starts anew with its first block
+        if not any(tokens) and not any(self.gone):  # a row's sequence starts anew with its first block
             self.sequence = {}
         if self.sequence and which != list(range(next(iter(self.sequence.values())).shape[0])):
             pick = mx.array(which, mx.int32)

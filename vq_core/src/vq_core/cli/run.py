@@ -128,12 +128,12 @@ def _look_at(given: list[str], options: dict[str, Any]) -> None:
 
 
 def _refuse_what_keeps_drafts(options: dict[str, Any]) -> None:
-    """mlx-lm asks fresh caches whether rejected tokens can be taken out again, and they do not know yet."""
+    """One line before anything is loaded, where mlx-lm would raise after it."""
     from vq_core.cache.policy import CachePolicy
     from vq_core.errors import SettingsError
     from vq_core.plugins.registry import resolve
 
-    policy = CachePolicy.make(**options).default
+    policy = CachePolicy.make(**{name: value for name, value in options.items() if name != "windows"}).default
     for side in (policy.keys, policy.values):
         facts = resolve(side.label).facts
         if facts is not None and not facts.capabilities.trimmable:
