@@ -13,7 +13,9 @@ from vq_core.plugins.choice import SideChoice, choose
 
 Attention = Literal["auto", "mlx", "reference"]
 Fallback = Literal["error", "warn"]
+Kernels = Literal["auto", "off", "simulator"]
 ATTENTION: tuple[Attention, ...] = ("auto", "mlx", "reference")
+KERNELS: tuple[Kernels, ...] = ("auto", "off", "simulator")
 FALLBACK: tuple[Fallback, ...] = ("error", "warn")
 
 
@@ -41,7 +43,9 @@ class LayerPolicy:
         sink_tokens: The first tokens of the sequence that stay exact.
         attention: ``"mlx"``: plain MLX operations on packed codes; ``"reference"``: dense float32 attention over
             the decoded cache; ``"auto"``: the fastest that fits.
-        fallback: What a failing probe of a method's attention does: ``"error"``, or ``"warn"``: decode instead.
+        fallback: What a failing probe of a method's attention or kernels does: ``"error"``, or ``"warn"``: go on without.
+        kernels: ``"auto"``: a method's kernels where the device has a backend for them; ``"off"``: plain MLX
+            operations; ``"simulator"``: its kernels on the CPU, checked and slow.
     """
 
     keys: SideChoice
@@ -50,6 +54,7 @@ class LayerPolicy:
     sink_tokens: int = attrs.field(default=0, validator=_count)
     attention: Attention = attrs.field(default="auto", validator=_among(ATTENTION))
     fallback: Fallback = attrs.field(default="error", validator=_among(FALLBACK))
+    kernels: Kernels = attrs.field(default="auto", validator=_among(KERNELS))
 
     @classmethod
     def make(
@@ -73,7 +78,7 @@ class LayerPolicy:
 
     @property
     def text(self) -> dict[str, Any]:
-        """Keyword arguments that make this policy again; plain text and numbers."""
+        """Keyword arguments that make this policy again on any machine; plain text and numbers."""
         return {"keys": self.keys.text, "values": self.values.text} | {
             name: getattr(self, name) for name in ("residual", "sink_tokens", "attention", "fallback")
         }
@@ -116,7 +121,7 @@ class CachePolicy:
                     f"layer {index}: give None, a method such as 'kivi:bits=8' or keyword arguments, got {entry!r}"
                 )
             changes = {"method": entry} if isinstance(entry, str) else dict(entry)
-            kept = dict(base.text)
+            kept = base.text | {"kernels": base.kernels}
             if "method" in changes:
                 kept.pop("keys"), kept.pop("values")
             try:

@@ -14,7 +14,7 @@ from vq_core.attention.masks import causal_mask
 from vq_core.attention.packed import attend
 from vq_core.attention.view import CacheView
 from vq_core.cache.history import History
-from vq_core.cache.policy import Attention, Fallback, LayerPolicy
+from vq_core.cache.policy import Attention, Fallback, Kernels, LayerPolicy
 from vq_core.cache.report import LayerReport, describe
 from vq_core.cache.shapes import DTYPES, check_pair, shape_of
 from vq_core.cache.tagged import ReadCount, Strictness, tag
@@ -34,6 +34,7 @@ class PackedKVCache:
         sink_tokens: The first tokens of a sequence that stay exact.
         attention: ``"auto"``, ``"mlx"`` or ``"reference"``, see :class:`~vq_core.cache.policy.LayerPolicy`.
         fallback: ``"error"`` or ``"warn"``, see there.
+        kernels: ``"auto"``, ``"off"`` or ``"simulator"``, see there.
         sliding: W for a layer that attends to its newest W tokens only, as mlx-lm's ``RotatingKVCache(max_size=W)``:
             older tokens are dropped, whole pages at once. Excludes ``sink_tokens``.
 
@@ -52,6 +53,7 @@ class PackedKVCache:
         sink_tokens: int = 0,
         attention: Attention = "auto",
         fallback: Fallback = "error",
+        kernels: Kernels = "auto",
         sliding: int | None = None,
     ):
         self._setup(
@@ -63,6 +65,7 @@ class PackedKVCache:
                 sink_tokens=sink_tokens,
                 attention=attention,
                 fallback=fallback,
+                kernels=kernels,
             ),
             sliding=sliding,
         )
@@ -123,7 +126,7 @@ class PackedKVCache:
                 side=side, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, dtype=name,  # type: ignore[arg-type]
                 layer=self.layer if facts and facts.per_layer else None, rope=self._rope, model=self._model,
             )  # fmt: skip
-            sides.append(bind(choice, ctx, self.policy.fallback))
+            sides.append(bind(choice, ctx, self.policy.fallback, self.policy.kernels))
         return History(sides[0], sides[1], self.policy.residual, self.policy.sink_tokens, rows, self.sliding)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:

@@ -35,6 +35,7 @@ WINDOW = ("keys", "values", "sink_keys", "sink_values")
 COUNTS = ("counts", "approximate", "sinks")
 ALWAYS = ("vq", "policy", "methods", "layer", "model", "rope", "sliding")
 FILLED = ("shape", "layout", "window", "dropped", "stores", "arrays")
+POLICY = tuple(field.name for field in attrs.fields(LayerPolicy) if field.name != "kernels")
 SHAPE = ("kv_heads", "key_dim", "value_dim", "dtype", "rows")
 
 
@@ -124,7 +125,7 @@ def checked(description: Any) -> dict[str, Any]:
             f"cache state of version {shown(description.get('vq'))}; this vq-core reads version {STATE_VERSION}"
         )
     jsontext.record(description, what, *ALWAYS, *(FILLED if "shape" in description else ()))
-    policy = jsontext.record(description["policy"], "the policy", *(a.name for a in attrs.fields(LayerPolicy)))
+    policy = jsontext.record(description["policy"], "the policy", *POLICY)
     for name in ("keys", "values", "attention", "fallback"):
         jsontext.text(policy[name], f"the policy's {name}")
     for name in ("residual", "sink_tokens"):

@@ -26,6 +26,7 @@ BEFORE = """
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
 typedef signed char int8_t;
+typedef long long int64_t;
 typedef unsigned char uint8_t;
 typedef short int16_t;
 typedef unsigned short uint16_t;
@@ -76,7 +77,7 @@ def cuda_text(kernel: Kernel, variant: Mapping[str, Any]) -> str:
     def typed(dtype: str) -> str:
         return CPP[str(variant.get(dtype, dtype))]
 
-    takes = [f"const {typed(dtype)}* {name}, const vq_shape {name}_shape" for name, dtype in kernel.arguments.items()]
+    takes = [f"const {typed(dtype)}* {name}, const vq_shape {name}_shape, const int {name}_ndim" for name, dtype in kernel.arguments.items()]
     takes += [f"{typed(output.dtype)}* {name}" for name, output in kernel.outputs.items()]
     known = [
         f"using {name} = {typed(name)};" if kinds[name] == "dtype" else f"constexpr {kinds[name]} {name} = {_value(value)};"

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
-from vq_core.cache.policy import Attention, CachePolicy, Fallback
+from vq_core.cache.policy import Attention, CachePolicy, Fallback, Kernels
 from vq_core.errors import SettingsError
 from vq_core.hosts.mlx_lm import hook
 from vq_core.hosts.mlx_lm.handle import MARK, CompressedModel
@@ -28,6 +28,7 @@ def compress(
     sink_tokens: int = 0,
     attention: Attention = "auto",
     fallback: Fallback = "error",
+    kernels: Kernels = "auto",
     layers: Mapping[int, Any] | None = None,
     dense: Dense = "auto",
     windows: Windows = "auto",
@@ -39,7 +40,7 @@ def compress(
 
     Args:
         model: From ``mlx_lm.load``.
-        method, keys, values, residual, sink_tokens, attention, fallback: As for :class:`PackedKVCache`.
+        method, keys, values, residual, sink_tokens, attention, fallback, kernels: As for :class:`PackedKVCache`.
         layers: Exceptions by layer index (negative ones count from the end): ``None`` leaves the layer's cache
             as the model makes it; a method's text form or a dict of keyword arguments replaces the default's.
             Indices count the caches that the model makes, which some layers lack; all caches that one layer has
@@ -70,7 +71,7 @@ def compress(
     check_ways(dense, windows)
     policy = CachePolicy.make(
         method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens,
-        attention=attention, fallback=fallback, layers=layers,
+        attention=attention, fallback=fallback, kernels=kernels, layers=layers,
     )  # fmt: skip
     earlier = getattr(getattr(model, "make_cache", None), MARK, None)
     if earlier is None or earlier.model is not model:

@@ -4,27 +4,35 @@
 typedef unsigned int uint;
 typedef unsigned short ushort;
 typedef unsigned char uchar;
+typedef unsigned long long ulong;
+typedef __nv_bfloat16 bfloat;
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 #ifndef NAN
 #define NAN __int_as_float(0x7fc00000)
 #endif
-#define VQ_SHARED(T, name, n) __shared__ T name[n]
+#define VQ_SHARED(T, name, n) __shared__ __align__(16) T name[n]
 #define VQ_SHARED_PTR(T) T*
 #define VQ_GLOBAL(T) const T*
 #define VQ_GLOBAL_OUT(T) T*
 #define VQ_LOCAL(T, name, n) T name[n]
+#define VQ_LOCAL_PTR(T) T*
+#define VQ_CONSTANT(T, name, n) __constant__ T name[n]
 #define VQ_FOR(i, from, to) for (uint i = (from); i < (to); ++i)
+#define VQ_FOR_STEP(i, from, to, step) for (uint i = (from); i < (to); i += (step))
+#define VQ_UNROLL _Pragma("unroll")
 #define VQ_FN __device__ __forceinline__
 #define thread_position_in_threadgroup (threadIdx)
 #define threadgroup_position_in_grid (blockIdx)
-#define threadgroups_per_grid (gridDim)
-#define threads_per_threadgroup (blockDim)
+#define threadgroups_per_grid (make_uint3(gridDim.x, gridDim.y, gridDim.z))
+#define threads_per_threadgroup (make_uint3(blockDim.x, blockDim.y, blockDim.z))
+#define threads_per_grid (make_uint3(gridDim.x * blockDim.x, gridDim.y * blockDim.y, gridDim.z * blockDim.z))
 #define thread_index_in_threadgroup (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z))
 #define thread_index_in_simdgroup (thread_index_in_threadgroup & 31u)
 #define simdgroup_index_in_threadgroup (thread_index_in_threadgroup >> 5)
 #define simdgroups_per_threadgroup (blockDim.x * blockDim.y * blockDim.z / 32u)
+#define threads_per_simdgroup 32u
 #define thread_position_in_grid (make_uint3(blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.z + threadIdx.z))
 namespace mem_flags { enum flags { mem_none, mem_device, mem_threadgroup }; }
 VQ_FN void threadgroup_barrier(mem_flags::flags) { __syncthreads(); }
@@ -35,6 +43,7 @@ template <class T> VQ_FN T simd_shuffle_xor(T v, ushort mask) { return __shfl_xo
 template <class T> VQ_FN T simd_shuffle_up(T v, ushort by) { return __shfl_up_sync(VQ_ALL, v, by); }
 template <class T> VQ_FN T simd_shuffle_down(T v, ushort by) { return __shfl_down_sync(VQ_ALL, v, by); }
 template <class T> VQ_FN T simd_broadcast(T v, ushort lane) { return __shfl_sync(VQ_ALL, v, lane); }
+VQ_FN uint simd_ballot(bool p) { return __ballot_sync(VQ_ALL, p); }
 VQ_FN bool simd_any(bool p) { return __any_sync(VQ_ALL, p); }
 VQ_FN bool simd_all(bool p) { return __all_sync(VQ_ALL, p); }
 template <class T> VQ_FN T simd_sum(T v) {
@@ -49,6 +58,18 @@ template <class T> VQ_FN T simd_min(T v) {
   for (int o = 16; o; o >>= 1) v = min(v, __shfl_xor_sync(VQ_ALL, v, o));
   return v;
 }
+template <class T> VQ_FN T simd_prefix_inclusive_sum(T v) {
+  const uint lane = thread_index_in_simdgroup;
+  for (uint o = 1; o < 32u; o <<= 1) {
+    const T below = __shfl_up_sync(VQ_ALL, v, o);
+    if (lane >= o) v += below;
+  }
+  return v;
+}
+template <class T> VQ_FN T simd_prefix_exclusive_sum(T v) {
+  const T below = __shfl_up_sync(VQ_ALL, simd_prefix_inclusive_sum(v), 1);
+  return thread_index_in_simdgroup ? below : T(0);
+}
 template <class T, class U> VQ_FN T as_type(U u) {
   static_assert(sizeof(T) == sizeof(U), "as_type needs types of one size");
   T t;
@@ -57,10 +78,24 @@ template <class T, class U> VQ_FN T as_type(U u) {
 }
 template <class T> VQ_FN T clamp(T v, T low, T high) { return min(max(v, low), high); }
 VQ_FN uint popcount(uint v) { return __popc(v); }
+VQ_FN uint clz(uint v) { return __clz(int(v)); }
+VQ_FN uint ctz(uint v) { return v ? __ffs(int(v)) - 1 : 32u; }
+VQ_FN uint reverse_bits(uint v) { return __brev(v); }
+VQ_FN uint extract_bits(uint v, uint offset, uint bits) { return bits < 32u ? (v >> offset) & ((1u << bits) - 1u) : v >> offset; }
 // Not contracted: MLX passes NVRTC no --fmad=false, so a product in a statement of its own is not enough.
 VQ_FN float vq_mul(float a, float b) { return __fmul_rn(a, b); }
 VQ_FN float vq_add(float a, float b) { return __fadd_rn(a, b); }
 VQ_FN float vq_sub(float a, float b) { return __fsub_rn(a, b); }
 VQ_FN float vq_div(float a, float b) { return __fdiv_rn(a, b); }
+struct __align__(8) half4 { half x, y, z, w; };
+VQ_FN float2 vq_float2(float x, float y) { return make_float2(x, y); }
+VQ_FN float4 vq_float4(float x, float y, float z, float w) { return make_float4(x, y, z, w); }
+VQ_FN half2 vq_half2(half x, half y) { return __halves2half2(x, y); }
+VQ_FN half4 vq_half4(half x, half y, half z, half w) { return half4{x, y, z, w}; }
+VQ_FN uint2 vq_uint2(uint x, uint y) { return make_uint2(x, y); }
+VQ_FN uint4 vq_uint4(uint x, uint y, uint z, uint w) { return make_uint4(x, y, z, w); }
+VQ_FN int2 vq_int2(int x, int y) { return make_int2(x, y); }
+VQ_FN int4 vq_int4(int x, int y, int z, int w) { return make_int4(x, y, z, w); }
+VQ_FN half2 fma(half2 a, half2 b, half2 c) { return __hfma2(a, b, c); }
 template <class U, class T> VQ_FN const U* vq_view(const T* p) { return reinterpret_cast<const U*>(p); }
 template <class U, class T> VQ_FN U* vq_view(T* p) { return reinterpret_cast<U*>(p); }
