@@ -50,3 +50,22 @@ def test_another_window_or_another_choice_is_refused(compress: Any, generate: An
     native = compress(model, "kivi:bits=4", residual=4, windows="native")
     with pytest.raises(FormatError, match="layer 1: PackedKVCache in the file, the model makes RotatingKVCache"):
         vq_core.load_cache(path, model=native)
+
+
+@pytest.mark.parametrize("name", ["llama_windows", "stablelm", "falcon_h1"])
+def test_a_loaded_cache_is_what_the_handle_makes_but_for_its_tokens(
+    name: str, compress: Any, generate: Any, tmp_path: Any
+) -> None:
+    """As lean where only attention reads, as careful where the model does more, at the same chunk lengths."""
+    handle, caches = filled(build(name), compress, generate, windows="packed")
+    vq_core.save_cache(tmp_path / "c.vq", caches, model=handle)
+    pairs = zip(vq_core.load_cache(tmp_path / "c.vq", model=handle), handle.fresh(), strict=True)
+    flat = [
+        (a, b) for x, y in pairs for a, b in zip(getattr(x, "caches", (x,)), getattr(y, "caches", (y,)), strict=True)
+    ]
+    ours = [(vars(a), vars(b)) for a, b in flat if isinstance(b, vq_core.PackedKVCache)]
+    assert ours
+    for loaded, made in ours:
+        own = ("_history", "reads")
+        assert {k: v for k, v in loaded.items() if k not in own} == {k: v for k, v in made.items() if k not in own}
+        assert loaded["_history"].bound == made["_history"].bound and loaded["_history"].held != [0]

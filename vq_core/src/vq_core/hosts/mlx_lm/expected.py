@@ -106,8 +106,9 @@ class Expected:
                 ctx = cache._history.bound[side].ctx
                 if ctx != bound.ctx:
                     raise FormatError(f"{where}: the {side} were packed for {ctx}, the model's are {bound.ctx}")
-        cache.layer, cache._strict = made.layer, made._strict
-        return cache
+            cache._history.bound = dict(made._history.bound)
+        made._history = cache._history
+        return made
 
 
 def expected(model: Any) -> Expected:
