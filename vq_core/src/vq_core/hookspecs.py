@@ -28,7 +28,7 @@ order when the cache is bound; one that returns ``None`` declines, and the repor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pluggy import HookspecMarker
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vq_core.api.attend import KeyAttention, ValueAttention
     from vq_core.api.facts import MethodFacts, PrepareContext, Side
     from vq_core.api.layout import Layout
+    from vq_core.kernels.offers import KernelOffer
 
 hookspec = HookspecMarker("vq")
 
@@ -140,6 +141,17 @@ def vq_decode(state: Any, packed: Mapping[str, mx.array], positions: mx.array) -
 
     Returns:
         (N, H, n, D), float32.
+    """
+
+
+@hookspec(firstresult=True)
+def vq_kernels() -> Sequence[KernelOffer]:  # type: ignore[empty-body]
+    """Kernels that do what other hooks do, faster: :mod:`vq_core.kernels`.
+
+    Optional.  Each offer names the operation it stands for, its kernels (each with its reference and the inputs on
+    which ``vq verify`` compares them), how to run them, and which layer sides it declines.  The core uses the first
+    that serves, on devices that have a backend, after it gave on a small input exactly what the hooks give; what it
+    declines, and why, stands in the report.  The hooks stay the reference, and serve where no kernel does.
     """
 
 

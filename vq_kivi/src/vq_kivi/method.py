@@ -24,7 +24,7 @@ stored, counted, and cut on reading.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -32,6 +32,7 @@ import mlx.core as mx
 
 from vq_core.api import Capabilities, Field, Layout, MethodFacts, PrepareContext, Side, hookimpl, setting
 from vq_core.codec.bits import pack_bits, unpack_bits
+from vq_core.kernels import KernelOffer
 
 FLOAT16_MAX = 65504.0
 
@@ -206,6 +207,14 @@ def vq_decode(state: KiviState, packed: Mapping[str, mx.array]) -> mx.array:
     scale, zero = (packed[name].astype(mx.float32)[..., None] for name in ("scale", "zero"))
     x = (groups * scale + zero).reshape(codes.shape)
     return x.swapaxes(-1, -2) if state.side == "keys" else x[..., : state.head_dim]
+
+
+@hookimpl
+def vq_kernels() -> Sequence[KernelOffer]:
+    """Quantize and pack in one pass, and unpack: :mod:`vq_kivi.kernels`."""
+    from vq_kivi.kernels import OFFERS
+
+    return OFFERS
 
 
 @attrs.frozen(eq=False)

@@ -43,7 +43,8 @@ class LayerPolicy:
         sink_tokens: The first tokens of the sequence that stay exact.
         attention: ``"mlx"``: plain MLX operations on packed codes; ``"reference"``: dense float32 attention over
             the decoded cache; ``"auto"``: the fastest that fits.
-        fallback: What a failing probe of a method's attention or kernels does: ``"error"``, or ``"warn"``: go on without.
+        fallback: What a failing probe of a method's attention or kernels does: ``"error"``, or ``"warn"``: go on
+            without.
         kernels: ``"auto"``: a method's kernels where the device has a backend for them; ``"off"``: plain MLX
             operations; ``"simulator"``: its kernels on the CPU, checked and slow.
     """

@@ -1,7 +1,7 @@
 """Kernels that are written once: see docs/kernels/."""
 
 from vq_core.kernels.backends import choose, device_backend
-from vq_core.kernels.kernel import Call, Case, Kernel, Output
+from vq_core.kernels.kernel import Backend, Call, Case, Kernel, Output
 from vq_core.kernels.offers import KernelOffer
 
-__all__ = ["Call", "Case", "Kernel", "KernelOffer", "Output", "choose", "device_backend"]
+__all__ = ["Backend", "Call", "Case", "Kernel", "KernelOffer", "Output", "choose", "device_backend"]

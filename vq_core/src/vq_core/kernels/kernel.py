@@ -1,7 +1,8 @@
 """A kernel: one text, three machines.
 
 A body in the dialect of docs/kernels/dialect.md runs on Apple GPUs (``mx.fast.metal_kernel``), on NVIDIA GPUs
-(``mx.fast.cuda_kernel``) and in the simulator on any CPU.  What MLX gets wrong or leaves to the caller is handled here, once.
+(``mx.fast.cuda_kernel``) and in the simulator on any CPU.  What MLX gets wrong or leaves to the caller is handled here,
+once.
 """
 
 from __future__ import annotations
@@ -201,7 +202,9 @@ class Kernel:
         numbers = {name: parameters.get(name) for name in self.numbers}
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-                raise UnsupportedShapeError(f"kernel {self.name} needs {name}=, a whole number below 2**32: got {value!r}")
+                raise UnsupportedShapeError(
+                    f"kernel {self.name} needs {name}=, a whole number below 2**32: got {value!r}"
+                )
         for (name, dtype), x in zip(self.inputs.items(), inputs, strict=True):
             if not isinstance(x, mx.array):
                 raise UnsupportedShapeError(f"kernel {self.name}: {name} must be an MLX array, got {type(x).__name__}")

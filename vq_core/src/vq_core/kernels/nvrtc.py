@@ -1,7 +1,7 @@
 """Compiles kernels for CUDA without a GPU: NVIDIA's run-time compiler comes as a wheel.
 
-The text is put into the function that ``mx.fast.cuda_kernel`` makes: the same names, the template arguments inside it, so
-that what compiles here compiles there.
+The text is put into the function that ``mx.fast.cuda_kernel`` makes: the same names, the template arguments inside it,
+so that what compiles here compiles there.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def compile_for_cuda(kernel: Kernel, variant: Mapping[str, Any]) -> bytes:
     failed = library.nvrtcCompileProgram(program, len(options), given)
     try:
         if failed:
-            raise PluginError(f"kernel {kernel.name} {dict(variant)} does not compile for CUDA:\n{_log(library, program)}")
+            raise PluginError(
+                f"kernel {kernel.name} {dict(variant)} does not compile for CUDA:\n{_log(library, program)}"
+            )
         size = ctypes.c_size_t()
         library.nvrtcGetCUBINSize(program, ctypes.byref(size))
         code = ctypes.create_string_buffer(size.value)
@@ -77,13 +79,25 @@ def cuda_text(kernel: Kernel, variant: Mapping[str, Any]) -> str:
     def typed(dtype: str) -> str:
         return CPP[str(variant.get(dtype, dtype))]
 
-    takes = [f"const {typed(dtype)}* {name}, const vq_shape {name}_shape, const int {name}_ndim" for name, dtype in kernel.arguments.items()]
+    takes = [
+        f"const {typed(dtype)}* {name}, const vq_shape {name}_shape, const int {name}_ndim"
+        for name, dtype in kernel.arguments.items()
+    ]
     takes += [f"{typed(output.dtype)}* {name}" for name, output in kernel.outputs.items()]
     known = [
-        f"using {name} = {typed(name)};" if kinds[name] == "dtype" else f"constexpr {kinds[name]} {name} = {_value(value)};"
+        f"using {name} = {typed(name)};"
+        if kinds[name] == "dtype"
+        else f"constexpr {kinds[name]} {name} = {_value(value)};"
         for name, value in variant.items()
     ]
-    lines = [BEFORE, made["header"], f"__global__ void {kernel.name}({', '.join(takes)}) {{", *known, made["source"], "}"]
+    lines = [
+        BEFORE,
+        made["header"],
+        f"__global__ void {kernel.name}({', '.join(takes)}) {{",
+        *known,
+        made["source"],
+        "}",
+    ]
     return "\n".join(lines)
 
 

@@ -17,8 +17,8 @@ class KernelOffer:
     """Kernels that together do what hooks do.
 
     Attributes:
-        operation: ``"encode+pack"``: what ``vq_encode`` and ``vq_pack`` do; ``"decode"``: what ``vq_decode`` does; empty:
-            nothing that the core calls, kernels that are only to be verified.
+        operation: ``"encode+pack"``: what ``vq_encode`` and ``vq_pack`` do; ``"decode"``: what ``vq_decode`` does;
+            empty: nothing that the core calls, kernels that are only to be verified.
         kernels: All kernels that ``run`` may call.
         run: For ``"encode+pack"`` called with ``state, x, positions, sequence, backend``, returning the rows of
             ``vq_pack``; for ``"decode"`` with ``state, packed, positions, backend``, returning ``vq_decode``'s array.

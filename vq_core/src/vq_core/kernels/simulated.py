@@ -39,9 +39,7 @@ class Simulated:
             program(kernel), parameters, arrays, wanted, threadgroups=launch.threadgroups, threads=launch.threads,
             seed=self.seed, contract=self.contract,  # type: ignore[arg-type]
         )  # fmt: skip
-        return tuple(
-            to_mlx(found[name], dtype) for name, dtype in zip(kernel.outputs, launch.dtypes, strict=True)
-        )
+        return tuple(to_mlx(found[name], dtype) for name, dtype in zip(kernel.outputs, launch.dtypes, strict=True))
 
 
 _programs: dict[Kernel, Any] = {}
@@ -50,7 +48,8 @@ _programs: dict[Kernel, Any] = {}
 def program(kernel: Kernel) -> Any:
     """A kernel as the simulator reads it, with its own lines."""
     if kernel not in _programs:
-        _programs[kernel] = simulator.Program(
+        make: Any = simulator.Program
+        _programs[kernel] = make(
             name=kernel.name,
             body=kernel.text,
             inputs={name: _plain(dtype) for name, dtype in kernel.arguments.items()},

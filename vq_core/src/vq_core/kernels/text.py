@@ -41,16 +41,16 @@ def metal_text(kernel: Kernel, case: Case) -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         printed = Path(folder) / "printed"
-        with _standard_output(printed):
+        with _StandardOutput(printed):
             mx.export_function(str(Path(folder) / "f.mlxfn"), record, *inputs)
         found = re.search(r"```\n(.*?)```", printed.read_text(), re.DOTALL)
     if found is None:
-        raise PluginError(f"MLX {mx.__version__} printed no text for kernel {kernel.name}")
+        raise PluginError(f"this MLX printed no text for kernel {kernel.name}")
     text: str = found.group(1)
     return text
 
 
-class _standard_output:  # noqa: N801 a context manager
+class _StandardOutput:
     """Sends the process's standard output, that of C++ too, to a file."""
 
     def __init__(self, path: Path):

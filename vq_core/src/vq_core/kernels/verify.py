@@ -47,7 +47,7 @@ class Verdict:
 
 
 def verify(method: str, kernel: Kernel, backend: str, runner: Runner, limit: int | None = None) -> Verdict:
-    """Run a kernel's cases (at most ``limit``, spread over all) and compare them with the reference, computed on the CPU."""
+    """Run a kernel's cases (at most ``limit``, spread over all) and compare with the reference, made on the CPU."""
     verdict = Verdict(method, kernel.name, kernel.stands_for, backend)
     for case in _spread(kernel.cases(), limit):
         try:
@@ -56,15 +56,17 @@ def verify(method: str, kernel: Kernel, backend: str, runner: Runner, limit: int
                 want = tuple(kernel.equals(*case.inputs, **case.parameters))
                 mx.eval(want)
             mx.eval(got)
-        except (VQError, RuntimeError, ValueError) as error:  # MLX reports a failed compilation as either of the last two
+        except (
+            VQError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # MLX reports a failed compilation as either of the last two
             return attrs.evolve(verdict, passed=False, identical=False, error=f"{case.name}: {error}")
         verdict = _add(verdict, kernel, case, got, want)
     return verdict
 
 
-def _add(
-    verdict: Verdict, kernel: Kernel, case: Case, got: Sequence[mx.array], want: Sequence[mx.array]
-) -> Verdict:
+def _add(verdict: Verdict, kernel: Kernel, case: Case, got: Sequence[mx.array], want: Sequence[mx.array]) -> Verdict:
     worst, said = 0.0, ""
     identical = True
     for name, a, b in zip(kernel.outputs, got, want, strict=True):

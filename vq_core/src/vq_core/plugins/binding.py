@@ -12,7 +12,7 @@ import functools
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -23,6 +23,8 @@ import pluggy
 from vq_core.api.facts import PrepareContext
 from vq_core.api.layout import Layout
 from vq_core.errors import PluginError, VQError
+from vq_core.kernels.offers import KernelOffer
+from vq_core.plugins import fused
 from vq_core.plugins.choice import SideChoice, choose
 from vq_core.plugins.loader import make_manager
 from vq_core.plugins.records import MethodRecord
@@ -62,6 +64,7 @@ class BoundSide:
     _encode: Callable[..., Any]
     _pack: Callable[..., Mapping[str, mx.array]]
     _decode: Callable[..., mx.array]
+    _both: Callable[..., Mapping[str, mx.array]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundSide:
         return self
@@ -82,6 +85,10 @@ class BoundSide:
     def pack(self, x: mx.array, positions: mx.array, sequence: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Encode and pack n tokens (B, H, n, D); rows of the paged fields, checked against the layout."""
         name, state = self.choice.label, self.state
+        if self._both is not None:
+            both = self._both
+            rows = _guarded(name, "kernel", lambda: both(state=state, x=x, positions=positions, sequence=sequence))
+            return _checked(name, self.layout, rows, x, paged=True)
         codes = _guarded(
             name, "vq_encode", lambda: self._encode(state=state, x=x, positions=positions, sequence=sequence)
         )
@@ -121,14 +128,15 @@ _bound: dict[Any, BoundSide] = {}
 _latched: dict[tuple[str, str], str] = {}
 
 
-def bind(method: str | SideChoice, ctx: PrepareContext, fallback: str = "error") -> BoundSide:
+def bind(method: str | SideChoice, ctx: PrepareContext, fallback: str = "error", kernels: str = "auto") -> BoundSide:
     """Bind a method to a layer side; equal requests share one object, its constants and its probe.
 
     Args:
         method: Text form or checked choice.
         ctx: The layer side.
-        fallback: ``"warn"``: a method whose attention fails its probe is read by decoding, with one warning a
-            process; ``"error"``: raise.
+        fallback: ``"warn"``: a method whose attention fails its probe is read by decoding, and a kernel that fails
+            its own is not used, with one warning a process; ``"error"``: raise.
+        kernels: Where the method's kernels run, see :class:`~vq_core.cache.policy.LayerPolicy`.
 
     Raises:
         SettingsError, UnsupportedShapeError: the method refuses the settings or the shape.
@@ -138,13 +146,13 @@ def bind(method: str | SideChoice, ctx: PrepareContext, fallback: str = "error")
     # Outside our lock: a plugin that binds while it is being loaded holds the registry's and waits for ours.
     record = resolve(choice.label)
     with _lock:
-        key = (record.distribution, record.version, choice, ctx, fallback)
+        key = (record.distribution, record.version, choice, ctx, fallback, fused.backend_for(kernels)[0])
         if key not in _bound:
-            _bound[key] = _bind(record, choice, ctx, fallback)
+            _bound[key] = _bind(record, choice, ctx, fallback, kernels)
         return _bound[key]
 
 
-def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallback: str) -> BoundSide:
+def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallback: str, kernels: str) -> BoundSide:
     name = choice.label
     manager = make_manager(record.plugin, name)
     state = _guarded(name, "vq_prepare", lambda: manager.hook.vq_prepare(ctx=ctx, settings=choice.settings))
@@ -174,10 +182,40 @@ def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallbac
             f"method {name!r}: vq_decode must return {wanted} float32, it gave {decoded.shape} {decoded.dtype}"
         )
     attend, operation = _attend(manager, name, state, ctx, packed, decoded, fallback)
+    offers = _offers(manager, name)
+    both = fused.choose(
+        name, "encode+pack", offers, state, kernels, fallback, rows,
+        lambda offer, backend: offer.run(  # type: ignore[misc]
+            state=state, x=x, positions=positions, sequence=sequence, backend=backend
+        ),
+    )  # fmt: skip
+    back = fused.choose(
+        name, "decode", offers, state, kernels, fallback, {"x": decoded},
+        lambda offer, backend: {
+            "x": offer.run(state=state, packed=packed, positions=positions, backend=backend)  # type: ignore[misc]
+        },
+    )  # fmt: skip
+    _note(chosen, both, "vq_encode", "vq_pack")
+    _note(chosen, back, "vq_decode")
     return BoundSide(
         record, choice, ctx, state, layout, (*chosen.values(), operation), attend,
-        "positions" in pick.arguments["vq_decode"], start, encode, pack, decode,
+        "positions" in pick.arguments["vq_decode"], start, encode, pack, back.run or decode, both.run,
     )  # fmt: skip
+
+
+def _offers(manager: pluggy.PluginManager, name: str) -> Sequence[KernelOffer]:
+    offers = _guarded(name, "vq_kernels", lambda: manager.hook.vq_kernels())
+    if not all(isinstance(offer, KernelOffer) for offer in offers or ()):
+        raise PluginError(f"method {name!r}: vq_kernels must return KernelOffer objects")
+    return offers or ()
+
+
+def _note(chosen: dict[str, Operation], served: fused.Fused, *hooks: str) -> None:
+    """Say in the operations which kernels serve, and which do not and why."""
+    for hook in hooks:
+        plain = chosen[hook]
+        said = served.said or plain.implementation
+        chosen[hook] = attrs.evolve(plain, implementation=said, declined=plain.declined + served.declined)
 
 
 class _Picker:

@@ -128,7 +128,7 @@ class Kit:
     def bind_anew(self, text: str, side: Side, **of: Any) -> BoundSide:
         """The method bound as another process would bind it, constants made again."""
         ctx, choice = self.context(side, **of), choose(text, side)
-        return binding._bind(resolve(choice.label), choice, ctx, "error")
+        return binding._bind(resolve(choice.label), choice, ctx, "error", "auto")
 
     # ---- caches
 
