@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -27,7 +28,9 @@ class Gpu:
 
     def run(self, kernel: Kernel, inputs: Sequence[mx.array], launch: Launch) -> tuple[mx.array, ...]:
         """Put the call into MLX's graph."""
-        outputs: list[mx.array] = self.made(kernel)(inputs=list(inputs), **arguments(kernel, launch))
+        if not launch.prepared:
+            launch.prepared.update(arguments(kernel, launch))
+        outputs: list[mx.array] = self.made(kernel)(inputs=list(inputs), **launch.prepared)
         return tuple(outputs)
 
     def made(self, kernel: Kernel) -> Any:
@@ -46,7 +49,9 @@ def declaration(kernel: Kernel, backend: Backend) -> dict[str, Any]:
         "name": kernel.name,
         "input_names": list(kernel.arguments),
         "output_names": list(kernel.outputs),
-        "header": prelude(backend) + stripped(kernel.header) + "\n",
+        "header": prelude(backend, stripped(kernel.header) + "\n" + stripped(kernel.text))
+        + stripped(kernel.header)
+        + "\n",
         "source": stripped(kernel.text) + "\n",
     }
 
@@ -64,7 +69,42 @@ def arguments(kernel: Kernel, launch: Launch) -> dict[str, Any]:
     }
 
 
+def prelude(backend: Backend, used_by: str) -> str:
+    """The header that lets a text of the dialect compile: what it uses, for MLX hashes all of it at every call."""
+    pieces = _pieces(backend)
+    kept: set[int] = set()
+    words = set(re.findall(r"\w+", used_by))
+    while True:
+        more = {i for i, (names, _) in enumerate(pieces) if i not in kept and (not names or names & words)}
+        if not more:
+            return "".join(text for i, (_, text) in enumerate(pieces) if i in kept)
+        kept |= more
+        for i in more:
+            words.update(re.findall(r"\w+", pieces[i][1]))
+
+
 @cache
-def prelude(backend: Backend) -> str:
-    """The header that lets the dialect compile."""
-    return stripped(resources.files("vq_core.kernels").joinpath("prelude", f"{backend}.h").read_text()) + "\n"
+def _pieces(backend: Backend) -> list[tuple[frozenset[str], str]]:
+    """The header's definitions, each with the names that it gives; what gives none is always needed."""
+    found: list[tuple[frozenset[str], str]] = []
+    lines: list[str] = []
+    text = stripped(resources.files("vq_core.kernels").joinpath("prelude", f"{backend}.h").read_text())
+    for line in text.splitlines():
+        lines.append(line)
+        whole = "\n".join(lines)
+        opened = len(re.findall(r"^#if", whole, re.MULTILINE)) - len(re.findall(r"^#endif", whole, re.MULTILINE))
+        if whole.count("{") == whole.count("}") and not opened:
+            found.append((frozenset(_names(whole)), whole + "\n"))
+            lines = []
+    return found
+
+
+def _names(piece: str) -> list[str]:
+    first = re.sub(r"^(#ifndef .*|#if .*)\n", "", piece)
+    if first.startswith("#include"):
+        return []
+    for pattern in (r"#define (\w+)", r"typedef .*?(\w+);", r"namespace (\w+)", r"struct (?:__\w+__\(\w+\) )?(\w+)"):
+        if given := re.match(pattern, first):
+            return [given.group(1)]
+    given = re.match(r"(?:template <[^>]*> )?[^(]*?(\w+)\(", first)
+    return [given.group(1)] if given else []

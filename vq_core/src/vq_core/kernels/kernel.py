@@ -35,6 +35,7 @@ ATTRIBUTES = (
     "thread_index_in_simdgroup", "simdgroup_index_in_threadgroup",
 )  # fmt: skip
 MOST_THREADS = 1024
+MOST_LAUNCHES = 1024
 SIMD = 32
 NUMBERS = "run_numbers"
 
@@ -121,6 +122,8 @@ class Kernel:
     check: Callable[[Call], str] = attrs.field(default=lambda call: "")
     header: str = ""
     stands_for: str = ""
+    _launches: dict[Any, Launch] = attrs.field(init=False, factory=dict, repr=False)
+    """Checked calls by shapes, dtypes and parameters: checking costs more than launching."""
 
     def __attrs_post_init__(self) -> None:
         wrong = _wrong(self)
@@ -168,27 +171,42 @@ class Kernel:
         """
         from vq_core.kernels import backends
 
-        call = self.resolve(inputs, parameters)
-        return self._run(backends.choose(backend), inputs, call)
+        return self._run(backends.choose(backend), inputs, parameters)
 
     def run_on(self, runner: Any, *inputs: mx.array, **parameters: Any) -> tuple[mx.array, ...]:
         """As a call, on a :class:`~vq_core.kernels.backends.Runner` at hand, such as a simulator of another seed."""
-        return self._run(runner, inputs, self.resolve(inputs, parameters))
+        return self._run(runner, inputs, parameters)
 
-    def _run(self, runner: Any, inputs: Sequence[mx.array], call: Call) -> tuple[mx.array, ...]:
+    def _run(self, runner: Any, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> tuple[mx.array, ...]:
+        key = (*((x.shape, x.dtype) if isinstance(x, mx.array) else x for x in inputs), *parameters.items())
+        try:
+            launch = self._launches.get(key)
+        except TypeError:  # something that cannot be looked up is something that is refused
+            launch = None
+        if launch is None:
+            launch = self._launch(inputs, parameters)
+            if len(self._launches) >= MOST_LAUNCHES:
+                self._launches.clear()
+            self._launches[key] = launch
+        if launch.empty:
+            return tuple(mx.zeros(s, DTYPES[d]) for s, d in zip(launch.shapes, launch.dtypes, strict=True))
+        arrays = [x.reshape(1) if x.ndim == 0 else x for x in inputs]
+        if self.numbers:
+            arrays.append(number_array(tuple(launch.call.numbers.values())))
+        found: tuple[mx.array, ...] = runner.run(self, arrays, launch)
+        return found
+
+    def _launch(self, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> Launch:
+        call = self.resolve(inputs, parameters)
         shapes = [output.shape(call) for output in self.outputs.values()]
         dtypes = [self.dtype_of(output.dtype, call) for output in self.outputs.values()]
         if not any(math.prod(shape) for shape in shapes):
-            return tuple(mx.zeros(s, DTYPES[d]) for s, d in zip(shapes, dtypes, strict=True))
+            return Launch(call, shapes, dtypes, (0, 0, 0), (0, 0, 0))
         launch = Launch(call, shapes, dtypes, self.threadgroups(call), self.threads(call))
         wrong = launch.wrong()
         if wrong:
             raise PluginError(f"kernel {self.name!r}: {wrong}")
-        arrays = [x.reshape(1) if x.ndim == 0 else x for x in inputs]
-        if self.numbers:
-            arrays.append(number_array(tuple(call.numbers.values())))
-        found: tuple[mx.array, ...] = runner.run(self, arrays, launch)
-        return found
+        return launch
 
     def resolve(self, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> Call:
         """The call that these arrays and parameters are, checked.
@@ -246,6 +264,13 @@ class Launch:
     dtypes: Sequence[str]
     threadgroups: tuple[int, int, int]
     threads: tuple[int, int, int]
+    prepared: dict[str, Any] = attrs.field(init=False, factory=dict, eq=False, repr=False)
+    """What a backend has made of it, to be used again."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.threads[0]
 
     @property
     def grid(self) -> tuple[int, int, int]:

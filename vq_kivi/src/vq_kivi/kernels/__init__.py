@@ -123,7 +123,7 @@ def _packer(side: Side) -> Kernel:
         numbers=("size",),
         threads=_threads,
         threadgroups=_grid(
-            one_thread_owns or (lambda call: math.prod(_values(lambda c: c.numbers["size"] // 4)(call)))
+            one_thread_owns or (lambda call: math.prod(_values(lambda c: c.numbers["size"] // 8)(call)))
         ),
         equals=packed(side),
         cases=packing_cases(side),

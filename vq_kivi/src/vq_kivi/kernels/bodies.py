@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 HELPERS = """
-// A group's range, scale and zero as the store keeps them. NaN stays NaN; zero has one sign.
+// Scale and zero as the store keeps them.
 VQ_FN float kivi_rounded(float v) { return float(half(v)); }
-VQ_FN float kivi_code(float v, float step, float base, float levels) {
-  const bool usable = step > 0.0f && step < INFINITY;
-  const float q = rint(vq_div(vq_sub(v, base), usable ? step : 1.0f));
+// The smaller, or the larger, of two numbers; a NaN wins.
+VQ_FN float kivi_low(float a, float b) { return a != a ? a : (b < a || b != b ? b : a); }
+VQ_FN float kivi_high(float a, float b) { return a != a ? a : (b > a || b != b ? b : a); }
+// rint((v - base) / step), clipped. The product with the inverse is off by less than 3 * 2^-24 of the quotient; where that
+// could change the code, the quotient itself is taken.
+VQ_FN uint kivi_code(float v, float step, float inverse, float base, float levels) {
+  const float a = vq_sub(v, base);
+  const float t = vq_mul(a, inverse);
+  float q = rint(t);
+  if (!(fabs(fabs(t - q) - 0.5f) > levels * 1e-6f)) q = rint(vq_div(a, step));
   // A NaN fails every comparison, so it becomes 0.
-  return usable && q > 0.0f ? (q < levels ? q : levels) : 0.0f;
+  return q > 0.0f ? uint(q < levels ? q : levels) : 0u;
 }
+// 1 / step; of a step that cannot be used infinity, of one too small to invert NaN: then every quotient is exact.
+VQ_FN float kivi_inverse(float step) { return step > 1e-30f && step < INFINITY ? vq_div(1.0f, step) : NAN; }
+VQ_FN float kivi_usable(float step) { return step > 0.0f && step < INFINITY ? step : INFINITY; }
 """
 
 KEEP = """
@@ -21,6 +31,8 @@ if (sizeof(M) == 2) {
   step = kivi_rounded(step);
   low = kivi_rounded(low);
 }
+// By infinity every code becomes 0.
+const float inverse = kivi_inverse(step), divisor = kivi_usable(step);
 """
 """Scale and zero as the store keeps them: what the codes are computed from."""
 
@@ -31,41 +43,59 @@ const uint heads = uint(x_shape[0]) * uint(x_shape[1]), n = x_shape[2], D = x_sh
 const uint groups = n / size, total = heads * groups * D;
 const uint i = thread_position_in_grid.x;
 if (i < total) {
-  const uint d = i % D, g = i / D % groups, h = i / D / groups;
-  const uint first = (h * n + g * size) * D + d;
+  const uint above = i / D, d = i - above * D, h = above / groups, g = above - h * groups;
+  const uint first = (above * size) * D + d;
+  VQ_LOCAL(float, v, 32);
   float low = float(x[first]), high = low;
-  bool bad = low != low;
-  for (uint t = 1u; t < size; ++t) {
-    const float v = float(x[first + t * D]);
-    bad = bad || v != v;
-    low = min(low, v);
-    high = max(high, v);
+  for (uint c = 0u; c < size; c += 32u) {
+    VQ_UNROLL
+    for (uint t = 0u; t < 32u; ++t) v[t] = float(x[first + (c + t) * D]);
+    VQ_UNROLL
+    for (uint t = 0u; t < 32u; ++t) {
+      const float w = v[t];
+      low = kivi_low(low, w);
+      high = kivi_high(high, w);
+    }
   }
   const float levels = float((1u << bits) - 1u);
-  low = bad ? NAN : low == 0.0f ? 0.0f : low;
-  float step = bad ? NAN : vq_div(vq_sub(high, low), levels);
+  low = low == 0.0f ? 0.0f : low;  // a minimum does not promise which zero it is
+  float step = vq_div(vq_sub(high, low), levels);
 """
     + KEEP
 )
+
+RELOAD = """
+    if (size > 32u) {
+      VQ_UNROLL
+      for (uint t = 0u; t < 32u; ++t) v[t] = float(x[first + (c + t) * D]);
+    }
+"""
 
 PACK_KEYS = (
     KEYS_RANGE
     + """
   // codes (B, H, D, n * bits / 32), scale and zero (B, H, D, n / group).
-  const uint words = size * uint(bits) / 32u;
   const uint row = h * D + d;
-  uint place = row * groups * words + g * words;
-  uint word = 0u, filled = 0u;
-  for (uint t = 0u; t < size; ++t) {
-    const float v = float(x[first + t * D]);
-    const uint q = uint(kivi_code(v, step, low, levels));
-    word |= q << filled;
-    filled += uint(bits);
-    if (filled >= 32u) {
-      codes[place] = word;
-      place += 1u;
-      filled -= 32u;
-      word = filled > 0u ? q >> (uint(bits) - filled) : 0u;
+  for (uint c = 0u; c < size; c += 32u) {
+"""
+    + RELOAD
+    + """
+    VQ_LOCAL(uint, q, 32);
+    VQ_UNROLL
+    for (uint t = 0u; t < 32u; ++t) {
+      const float w = v[t];
+      q[t] = kivi_code(w, divisor, inverse, low, levels);
+    }
+    const uint place = ((row * groups + g) * size + c) / 32u * uint(bits);
+    VQ_UNROLL
+    for (int w = 0; w < bits; ++w) {
+      uint word = 0u;
+      VQ_UNROLL
+      for (int t = 0; t < 32; ++t) {
+        const int at = t * bits - w * 32;
+        if (at > -bits && at < 32) word |= at >= 0 ? uint(q[t]) << uint(at) : uint(q[t]) >> uint(-at);
+      }
+      codes[place + uint(w)] = word;
     }
   }
   scale[row * groups + g] = M(step);
@@ -77,9 +107,14 @@ PACK_KEYS = (
 ROUND_KEYS = (
     KEYS_RANGE
     + """
-  for (uint t = 0u; t < size; ++t) {
-    const float v = float(x[first + t * D]);
-    y[first + t * D] = vq_add(vq_mul(kivi_code(v, step, low, levels), step), low);
+  for (uint c = 0u; c < size; c += 32u) {
+"""
+    + RELOAD
+    + """
+    for (uint t = 0u; t < 32u; ++t) {
+      const float w = v[t];
+      y[first + (c + t) * D] = vq_add(vq_mul(float(kivi_code(w, divisor, inverse, low, levels)), step), low);
+    }
   }
 }
 """
@@ -87,32 +122,29 @@ ROUND_KEYS = (
 
 VALUES_RANGE = (
     """
-// x (B, H, n, D). A lane owns four neighbouring channels; the lanes of a group find its range by shuffles.
+// x (B, H, n, D). A lane owns eight neighbouring channels; the lanes of a group find its range by shuffles.
 const uint rows = uint(x_shape[0]) * uint(x_shape[1]) * uint(x_shape[2]), D = x_shape[3];
-const uint groups = (D + size - 1u) / size, total = rows * groups;
-const uint lanes = size / 4u, lane = thread_index_in_simdgroup, member = lane % lanes;
-const uint unit = (threadgroup_position_in_grid.x * simdgroups_per_threadgroup + simdgroup_index_in_threadgroup)
-                * (32u / lanes) + lane / lanes;
-const uint u = min(unit, total - 1u);  // surplus lanes repeat the last group and write nothing
-const uint row = u / groups, channel = u % groups * size + member * 4u;
-VQ_LOCAL(float, v, 4);
-float low = INFINITY, high = -INFINITY;
-uint bad = 0u;
-for (uint k = 0u; k < 4u; ++k) {
-  const float w = float(x[row * D + min(channel + k, D - 1u)]);  // a group that does not fill repeats the edge
-  v[k] = w;
-  bad |= w != w ? 1u : 0u;
-  low = min(low, w);
-  high = max(high, w);
+const uint groups = (D + size - 1u) / size, lanes = size / 8u, per = groups * lanes;
+const uint i = thread_position_in_grid.x, total = rows * per;
+const uint own = min(i, total - 1u);  // surplus lanes repeat the last one's work and write nothing
+const uint row = own / per, channel = (own - row * per) * 8u, member = own & (lanes - 1u), group = own / lanes;
+VQ_LOCAL(float, v, 8);
+VQ_UNROLL
+for (uint k = 0u; k < 8u; ++k) v[k] = float(x[row * D + min(channel + k, D - 1u)]);  // a ragged group repeats the edge
+float low = v[0], high = low;
+VQ_UNROLL
+for (uint k = 1u; k < 8u; ++k) {
+  const float w = v[k];
+  low = kivi_low(low, w);
+  high = kivi_high(high, w);
 }
 for (uint o = lanes / 2u; o > 0u; o >>= 1) {
-  low = min(low, simd_shuffle_xor(low, o));
-  high = max(high, simd_shuffle_xor(high, o));
-  bad |= simd_shuffle_xor(bad, o);
+  low = kivi_low(low, simd_shuffle_xor(low, o));
+  high = kivi_high(high, simd_shuffle_xor(high, o));
 }
 const float levels = float((1u << bits) - 1u);
-low = bad != 0u ? NAN : low == 0.0f ? 0.0f : low;
-float step = bad != 0u ? NAN : vq_div(vq_sub(high, low), levels);
+low = low == 0.0f ? 0.0f : low;  // a minimum does not promise which zero it is
+float step = vq_div(vq_sub(high, low), levels);
 """
     + KEEP
 )
@@ -121,36 +153,36 @@ PACK_VALUES = (
     VALUES_RANGE
     + """
 // codes (B, H, n, P * bits / 32), scale and zero (B, H, n, P / group); P is D filled up to whole groups.
-// Four codes are `4 * bits` bits of the group's stream, at bit `member * 4 * bits`.
-uint mine = 0u;
-for (uint k = 0u; k < 4u; ++k) {
+VQ_LOCAL(uint, q, 8);
+VQ_UNROLL
+for (uint k = 0u; k < 8u; ++k) {
   const float w = v[k];
-  mine |= uint(kivi_code(w, step, low, levels)) << (k * uint(bits));
+  q[k] = kivi_code(w, divisor, inverse, low, levels);
 }
-const uint out = u * (size * uint(bits) / 32u);
-if (bits == 3) {
-  // 8 lanes make 3 words; a lane's 12 bits may lie across two of them.
-  const uint at = member % 8u * 12u;
-  for (uint w = 0u; w < 3u; ++w) {
-    const uint from = w * 32u;
-    uint part = 0u;
-    if (at >= from && at < from + 32u) part = mine << (at - from);
-    if (at < from && from < at + 12u) part = mine >> (from - at);
-    part |= simd_shuffle_xor(part, 1u);
-    part |= simd_shuffle_xor(part, 2u);
-    part |= simd_shuffle_xor(part, 4u);
-    if (unit < total && member % 8u == 0u) codes[out + member / 8u * 3u + w] = part;
+if (bits == 8) {
+  if (i < total) {
+    codes[i * 2u] = q[0] | q[1] << 8u | q[2] << 16u | q[3] << 24u;
+    codes[i * 2u + 1u] = q[4] | q[5] << 8u | q[6] << 16u | q[7] << 24u;
   }
 } else {
-  const uint share = 8u / uint(bits);  // lanes of one word
-  mine <<= member % share * 4u * uint(bits) % 32u;
-  if (bits < 8) mine |= simd_shuffle_xor(mine, 1u);
-  if (bits < 4) mine |= simd_shuffle_xor(mine, 2u);
-  if (unit < total && member % share == 0u) codes[out + member / share] = mine;
+  uint mine = 0u;
+  VQ_UNROLL
+  for (uint k = 0u; k < 8u; ++k) mine |= uint(q[k]) << (k * uint(bits) % 32u);
+  if (bits == 4) {
+    if (i < total) codes[i] = mine;
+  } else if (bits == 3) {
+    // Four lanes' 24 bits make three words: each of the first three takes some of its right neighbour's.
+    const uint part = member & 3u, next = simd_shuffle(mine, (thread_index_in_simdgroup & 28u) + min(part + 1u, 3u));
+    const uint word = mine >> (part * 8u) | next << (24u - part * 8u);
+    if (i < total && part < 3u) codes[i / 4u * 3u + part] = word;
+  } else {
+    const uint both = simd_shuffle_xor(mine, 1u);
+    if (i < total && (member & 1u) == 0u) codes[i / 2u] = mine | both << 16u;
+  }
 }
-if (unit < total && member == 0u) {
-  scale[u] = M(step);
-  zero[u] = M(low);
+if (i < total && member == 0u) {
+  scale[group] = M(step);
+  zero[group] = M(low);
 }
 """
 )
@@ -158,10 +190,10 @@ if (unit < total && member == 0u) {
 ROUND_VALUES = (
     VALUES_RANGE
     + """
-for (uint k = 0u; k < 4u; ++k) {
+for (uint k = 0u; k < 8u; ++k) {
   const float w = v[k];
-  const float code = kivi_code(w, step, low, levels);
-  if (unit < total && channel + k < D) y[row * D + channel + k] = vq_add(vq_mul(code, step), low);
+  const float code = float(kivi_code(w, divisor, inverse, low, levels));
+  if (i < total && channel + k < D) y[row * D + channel + k] = vq_add(vq_mul(code, step), low);
 }
 """
 )
