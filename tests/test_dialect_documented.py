@@ -19,6 +19,7 @@ ONE_GROUP: dict[str, Any] = {"threadgroups": (1, 1, 1), "threads": (64, 1, 1)}
 HEADER = """\
 VQ_CONSTANT(float, LEVELS, 2) = {-1.0f, 1.0f};
 VQ_FN float first(VQ_GLOBAL(float) p, VQ_SHARED_PTR(float) s, VQ_LOCAL_PTR(float) l) { return p[0] + s[0] + l[0]; }
+VQ_RARE float seldom(float v) { return v; }
 VQ_FN void put(VQ_GLOBAL_OUT(float) p, uint i, float v) { p[i] = v; }
 """
 BODY = """\
@@ -34,7 +35,7 @@ l[0] = LEVELS[1];
 threadgroup_barrier(mem_flags::mem_threadgroup);
 threadgroup_barrier(mem_flags::mem_device);
 simdgroup_barrier(mem_flags::mem_none);
-float v = first(x, s, l);
+float v = seldom(first(x, s, l));
 VQ_UNROLL
 VQ_FOR(i, 0, 2) { v += simd_sum(v); }
 VQ_FOR_STEP(i, 0, 4, 2) { v = simd_min(v); }

@@ -70,6 +70,22 @@ def _grid(count: Callable[[Call], int]) -> Callable[[Call], tuple[int, int, int]
     return lambda call: (-(-count(call) // THREADS), 1, 1)
 
 
+def _tiles(call: Call) -> tuple[int, int, int]:
+    """Threadgroups of 32 channels of 4 groups of tokens."""
+    B, H, n, D = call.shapes["x"]
+    return (B * H * -(-n // call.numbers["size"] // 4) * -(-D // 32), 1, 1)
+
+
+def _groups(call: Call) -> int:
+    return math.prod(call.shapes["x"]) // call.numbers["size"]
+
+
+def _eighths(call: Call) -> int:
+    """Runs of eight channels, groups that do not fill being filled up."""
+    B, H, n, D = call.shapes["x"]
+    return B * H * n * -(-D // call.numbers["size"]) * call.numbers["size"] // 8
+
+
 def _check_packing(call: Call) -> str:
     x, size = call.shapes["x"], call.numbers["size"]
     wanted = metadata_dtype(call.parameters["T"])
@@ -107,7 +123,6 @@ def _dense_values(call: Call) -> tuple[int, ...]:
 
 def _packer(side: Side) -> Kernel:
     shape = _keys if side == "keys" else _values
-    one_thread_owns = (lambda call: math.prod(call.shapes["x"]) // call.numbers["size"]) if side == "keys" else None
     return Kernel(
         name=f"kivi_pack_{side}",
         stands_for="encode+pack",
@@ -122,9 +137,7 @@ def _packer(side: Side) -> Kernel:
         parameters={"T": DTYPES, "M": ("float16", "float32"), "bits": BITS},
         numbers=("size",),
         threads=_threads,
-        threadgroups=_grid(
-            one_thread_owns or (lambda call: math.prod(_values(lambda c: c.numbers["size"] // 8)(call)))
-        ),
+        threadgroups=_tiles if side == "keys" else _grid(_eighths),
         equals=packed(side),
         cases=packing_cases(side),
         check=_check_keys if side == "keys" else _check_packing,
@@ -140,6 +153,7 @@ def _rounder(side: Side) -> Kernel:
         stands_for="encode+decode",
         body=bodies.ROUND_KEYS if side == "keys" else bodies.ROUND_VALUES,
         outputs={"y": Output("float32", lambda call: call.shapes["x"])},
+        threadgroups=_grid(_groups if side == "keys" else _eighths),
         equals=rounded(side),
     )
 

@@ -8,22 +8,26 @@ VQ_FN float kivi_rounded(float v) { return float(half(v)); }
 // The smaller, or the larger, of two numbers; a NaN wins.
 VQ_FN float kivi_low(float a, float b) { return a != a ? a : (b < a || b != b ? b : a); }
 VQ_FN float kivi_high(float a, float b) { return a != a ? a : (b > a || b != b ? b : a); }
+VQ_RARE float kivi_exact(float a, float step) { return rint(vq_div(a, step)); }
 // rint((v - base) / step), clipped. The product with the inverse is off by less than 3 * 2^-24 of the quotient; where that
-// could change the code, the quotient itself is taken.
+// could change the code, the quotient itself is taken. Beside a NaN max takes the number, so a NaN gets code 0.
 VQ_FN uint kivi_code(float v, float step, float inverse, float base, float levels) {
   const float a = vq_sub(v, base);
   const float t = vq_mul(a, inverse);
   float q = rint(t);
-  if (!(fabs(fabs(t - q) - 0.5f) > levels * 1e-6f)) q = rint(vq_div(a, step));
-  // A NaN fails every comparison, so it becomes 0.
-  return q > 0.0f ? uint(q < levels ? q : levels) : 0u;
+  if (!(fabs(fabs(t - q) - 0.5f) > levels * 1e-6f)) q = kivi_exact(a, step);
+  return uint(min(max(q, 0.0f), levels));
 }
-// 1 / step; of a step that cannot be used infinity, of one too small to invert NaN: then every quotient is exact.
+// 1 / step; NaN of a step that cannot be used or is too small to invert: then every quotient is exact.
 VQ_FN float kivi_inverse(float step) { return step > 1e-30f && step < INFINITY ? vq_div(1.0f, step) : NAN; }
+// By infinity every code becomes 0.
 VQ_FN float kivi_usable(float step) { return step > 0.0f && step < INFINITY ? step : INFINITY; }
 """
 
 KEEP = """
+low = low == 0.0f ? 0.0f : low;  // a minimum does not promise which zero it is
+const float levels = float((1u << bits) - 1u);
+float step = vq_div(vq_sub(high, low), levels);
 if (sizeof(M) == 2) {
   step = kivi_rounded(step);
   low = kivi_rounded(low);
@@ -31,86 +35,112 @@ if (sizeof(M) == 2) {
   step = kivi_rounded(step);
   low = kivi_rounded(low);
 }
-// By infinity every code becomes 0.
 const float inverse = kivi_inverse(step), divisor = kivi_usable(step);
 """
 """Scale and zero as the store keeps them: what the codes are computed from."""
 
+KEYS_LOAD = """
+VQ_UNROLL
+for (uint t = 0u; t < 32u; ++t) v[t] = float(x[first + (c + t) * D]);
+"""
+
 KEYS_RANGE = (
     """
-// x (B, H, n, D). One thread owns a group of tokens of one channel; neighbours take neighbouring channels.
-const uint heads = uint(x_shape[0]) * uint(x_shape[1]), n = x_shape[2], D = x_shape[3];
-const uint groups = n / size, total = heads * groups * D;
-const uint i = thread_position_in_grid.x;
-if (i < total) {
-  const uint above = i / D, d = i - above * D, h = above / groups, g = above - h * groups;
-  const uint first = (above * size) * D + d;
-  VQ_LOCAL(float, v, 32);
-  float low = float(x[first]), high = low;
-  for (uint c = 0u; c < size; c += 32u) {
-    VQ_UNROLL
-    for (uint t = 0u; t < 32u; ++t) v[t] = float(x[first + (c + t) * D]);
-    VQ_UNROLL
-    for (uint t = 0u; t < 32u; ++t) {
-      const float w = v[t];
-      low = kivi_low(low, w);
-      high = kivi_high(high, w);
-    }
+// `first` is a group's first token of one channel, x (B, H, n, D).
+VQ_LOCAL(float, v, 32);
+float low = INFINITY, high = -INFINITY;
+bool bad = false;
+for (uint c = 0u; c < size; c += 32u) {
+"""
+    + KEYS_LOAD
+    + """
+  VQ_UNROLL
+  for (uint t = 0u; t < 32u; ++t) {
+    const float w = v[t];
+    bad = bad || w != w;
+    low = min(low, w);
+    high = max(high, w);
   }
-  const float levels = float((1u << bits) - 1u);
-  low = low == 0.0f ? 0.0f : low;  // a minimum does not promise which zero it is
-  float step = vq_div(vq_sub(high, low), levels);
+}
+low = bad ? NAN : low;
 """
     + KEEP
 )
 
-RELOAD = """
-    if (size > 32u) {
-      VQ_UNROLL
-      for (uint t = 0u; t < 32u; ++t) v[t] = float(x[first + (c + t) * D]);
-    }
-"""
-
 PACK_KEYS = (
-    KEYS_RANGE
-    + """
-  // codes (B, H, D, n * bits / 32), scale and zero (B, H, D, n / group).
-  const uint row = h * D + d;
-  for (uint c = 0u; c < size; c += 32u) {
+    """
+// x (B, H, n, D) -> codes (B, H, D, n * bits / 32), scale and zero (B, H, D, n / group).
+// A threadgroup takes 32 channels of 4 neighbouring groups: a lane a channel, a SIMD group a group. The store runs along
+// tokens, so what they made is turned in threadgroup memory and written in runs.
+VQ_SHARED(uint, tile, 512 * bits + 32);
+VQ_SHARED(float, steps, 128);
+VQ_SHARED(float, lows, 128);
+const uint heads = uint(x_shape[0]) * uint(x_shape[1]), n = x_shape[2], D = x_shape[3];
+const uint groups = n / size, across = (D + 31u) / 32u, along = (groups + 3u) / 4u;
+const uint b = threadgroup_position_in_grid.x, above = b / across, h = above / along;
+const uint d0 = (b - above * across) * 32u, g0 = (above - h * along) * 4u;
+const uint thread = thread_index_in_threadgroup, lane = thread & 31u, member = thread / 32u;
+const uint first = (h * n + min(g0 + member, groups - 1u) * size) * D + min(d0 + lane, D - 1u);
 """
-    + RELOAD
+    + KEYS_RANGE
     + """
-    VQ_LOCAL(uint, q, 32);
-    VQ_UNROLL
-    for (uint t = 0u; t < 32u; ++t) {
-      const float w = v[t];
-      q[t] = kivi_code(w, divisor, inverse, low, levels);
-    }
-    const uint place = ((row * groups + g) * size + c) / 32u * uint(bits);
-    VQ_UNROLL
-    for (int w = 0; w < bits; ++w) {
-      uint word = 0u;
-      VQ_UNROLL
-      for (int t = 0; t < 32; ++t) {
-        const int at = t * bits - w * 32;
-        if (at > -bits && at < 32) word |= at >= 0 ? uint(q[t]) << uint(at) : uint(q[t]) >> uint(-at);
-      }
-      codes[place + uint(w)] = word;
-    }
+const uint words = size * uint(bits) / 32u, stride = 4u * words + 1u;
+for (uint c = 0u; c < size; c += 32u) {
+  if (size > 32u) {
+"""
+    + KEYS_LOAD
+    + """
   }
-  scale[row * groups + g] = M(step);
-  zero[row * groups + g] = M(low);
+  VQ_LOCAL(uint, q, 32);
+  VQ_UNROLL
+  for (uint t = 0u; t < 32u; ++t) {
+    const float w = v[t];
+    q[t] = kivi_code(w, divisor, inverse, low, levels);
+  }
+  VQ_UNROLL
+  for (int w = 0; w < bits; ++w) {
+    uint word = 0u;
+    VQ_UNROLL
+    for (int t = 0; t < 32; ++t) {
+      const int at = t * bits - w * 32;
+      if (at > -bits && at < 32) word |= at >= 0 ? uint(q[t]) << uint(at) : uint(q[t]) >> uint(-at);
+    }
+    tile[lane * stride + member * words + c / 32u * uint(bits) + uint(w)] = word;
+  }
+}
+steps[lane * 4u + member] = step;
+lows[lane * 4u + member] = low;
+threadgroup_barrier(mem_flags::mem_threadgroup);
+const uint run = min(groups - g0, 4u) * words;
+for (uint k = thread; k < 128u * words; k += 128u) {
+  const uint d = k / (4u * words), place = k - d * 4u * words;
+  if (d0 + d < D && place < run) codes[((h * D + d0 + d) * groups + g0) * words + place] = tile[d * stride + place];
+}
+const uint d = d0 + thread / 4u, g = g0 + (thread & 3u);
+if (d < D && g < groups) {
+  const float kept = steps[thread], base = lows[thread];
+  scale[(h * D + d) * groups + g] = M(kept);
+  zero[(h * D + d) * groups + g] = M(base);
 }
 """
 )
 
 ROUND_KEYS = (
-    KEYS_RANGE
+    """
+// One thread owns a group of tokens of one channel; neighbours take neighbouring channels.
+const uint D = x_shape[3], total = uint(x_shape[0]) * uint(x_shape[1]) * (uint(x_shape[2]) / size) * D;
+const uint i = thread_position_in_grid.x;
+if (i < total) {
+  const uint above = i / D, first = above * size * D + (i - above * D);
+"""
+    + KEYS_RANGE
     + """
   for (uint c = 0u; c < size; c += 32u) {
+    if (size > 32u) {
 """
-    + RELOAD
+    + KEYS_LOAD
     + """
+    }
     for (uint t = 0u; t < 32u; ++t) {
       const float w = v[t];
       y[first + (c + t) * D] = vq_add(vq_mul(float(kivi_code(w, divisor, inverse, low, levels)), step), low);
@@ -129,22 +159,26 @@ const uint i = thread_position_in_grid.x, total = rows * per;
 const uint own = min(i, total - 1u);  // surplus lanes repeat the last one's work and write nothing
 const uint row = own / per, channel = (own - row * per) * 8u, member = own & (lanes - 1u), group = own / lanes;
 VQ_LOCAL(float, v, 8);
-VQ_UNROLL
-for (uint k = 0u; k < 8u; ++k) v[k] = float(x[row * D + min(channel + k, D - 1u)]);  // a ragged group repeats the edge
-float low = v[0], high = low;
-VQ_UNROLL
-for (uint k = 1u; k < 8u; ++k) {
-  const float w = v[k];
-  low = kivi_low(low, w);
-  high = kivi_high(high, w);
+if (channel + 8u <= D) {
+  VQ_UNROLL
+  for (uint k = 0u; k < 8u; ++k) v[k] = float(x[row * D + channel + k]);
+} else {  // a group that does not fill repeats the edge
+  for (uint k = 0u; k < 8u; ++k) v[k] = float(x[row * D + min(channel + k, D - 1u)]);
 }
+float low = INFINITY, high = -INFINITY;
+bool bad = false;
+VQ_UNROLL
+for (uint k = 0u; k < 8u; ++k) {
+  const float w = v[k];
+  bad = bad || w != w;
+  low = min(low, w);
+  high = max(high, w);
+}
+low = bad ? NAN : low;
 for (uint o = lanes / 2u; o > 0u; o >>= 1) {
   low = kivi_low(low, simd_shuffle_xor(low, o));
-  high = kivi_high(high, simd_shuffle_xor(high, o));
+  high = max(high, simd_shuffle_xor(high, o));
 }
-const float levels = float((1u << bits) - 1u);
-low = low == 0.0f ? 0.0f : low;  // a minimum does not promise which zero it is
-float step = vq_div(vq_sub(high, low), levels);
 """
     + KEEP
 )
@@ -172,9 +206,9 @@ if (bits == 8) {
     if (i < total) codes[i] = mine;
   } else if (bits == 3) {
     // Four lanes' 24 bits make three words: each of the first three takes some of its right neighbour's.
-    const uint part = member & 3u, next = simd_shuffle(mine, (thread_index_in_simdgroup & 28u) + min(part + 1u, 3u));
-    const uint word = mine >> (part * 8u) | next << (24u - part * 8u);
-    if (i < total && part < 3u) codes[i / 4u * 3u + part] = word;
+    const uint part = member & 3u;
+    const uint next = simd_shuffle(mine, (thread_index_in_simdgroup & 28u) + min(part + 1u, 3u));
+    if (i < total && part < 3u) codes[i / 4u * 3u + part] = mine >> (part * 8u) | next << (24u - part * 8u);
   } else {
     const uint both = simd_shuffle_xor(mine, 1u);
     if (i < total && (member & 1u) == 0u) codes[i / 2u] = mine | both << 16u;

@@ -23,6 +23,7 @@ typedef __nv_bfloat16 bfloat;
 #define VQ_FOR_STEP(i, from, to, step) for (uint i = (from); i < (to); i += (step))
 #define VQ_UNROLL _Pragma("unroll")
 #define VQ_FN __device__ __forceinline__
+#define VQ_RARE __device__ __noinline__
 #define thread_position_in_threadgroup (threadIdx)
 #define threadgroup_position_in_grid (blockIdx)
 #define threadgroups_per_grid (make_uint3(gridDim.x, gridDim.y, gridDim.z))

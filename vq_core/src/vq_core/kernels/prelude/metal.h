@@ -10,6 +10,7 @@
 #define VQ_FOR_STEP(i, from, to, step) for (uint i = (from); i < (to); i += (step))
 #define VQ_UNROLL _Pragma("clang loop unroll(full)")
 #define VQ_FN inline
+#define VQ_RARE __attribute__((noinline))
 #if __METAL_VERSION__ < 310
 typedef bfloat16_t bfloat;
 #endif

@@ -13,6 +13,7 @@ struct uint3 { uint x, y, z; };
 
 #define VQ_FN static inline
 #define VQ_UNROLL
+#define VQ_RARE VQ_FN
 #define VQ_COLD __attribute__((noinline, cold))
 #define VQ_SLOW_PATH __attribute__((noinline))
 
