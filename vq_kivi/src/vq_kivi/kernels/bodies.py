@@ -8,20 +8,14 @@ VQ_FN float kivi_rounded(float v) { return float(half(v)); }
 // The smaller, or the larger, of two numbers; a NaN wins.
 VQ_FN float kivi_low(float a, float b) { return a != a ? a : (b < a || b != b ? b : a); }
 VQ_FN float kivi_high(float a, float b) { return a != a ? a : (b > a || b != b ? b : a); }
-VQ_RARE float kivi_exact(float a, float step) { return rint(vq_div(a, step)); }
-// rint((v - base) / step), clipped. The product with the inverse is off by less than 3 * 2^-24 of the quotient; where that
-// could change the code, the quotient itself is taken. Beside a NaN max takes the number, so a NaN gets code 0.
-VQ_FN uint kivi_code(float v, float step, float inverse, float base, float levels) {
-  const float a = vq_sub(v, base);
-  const float t = vq_mul(a, inverse);
-  float q = rint(t);
-  if (!(fabs(fabs(t - q) - 0.5f) > levels * 1e-6f)) q = kivi_exact(a, step);
-  return uint(min(max(q, 0.0f), levels));
+// The code of v by definition: rint((v - base) / step), clipped. Beside a NaN max takes the number, so a NaN gets 0.
+VQ_RARE uint kivi_exact(float v, float base, float step, float levels) {
+  return uint(min(max(rint(vq_div(vq_sub(v, base), step)), 0.0f), levels));
 }
-// 1 / step; NaN of a step that cannot be used or is too small to invert: then every quotient is exact.
-VQ_FN float kivi_inverse(float step) { return step > 1e-30f && step < INFINITY ? vq_div(1.0f, step) : NAN; }
-// By infinity every code becomes 0.
-VQ_FN float kivi_usable(float step) { return step > 0.0f && step < INFINITY ? step : INFINITY; }
+// The same quotient by a product, clipped: off by less than 3 * 2^-24 of itself, which matters only near halves.
+VQ_FN float kivi_quotient(float v, float base, float inverse, float levels) {
+  return min(max(vq_mul(vq_sub(v, base), inverse), 0.0f), levels);
+}
 """
 
 KEEP = """
@@ -35,9 +29,31 @@ if (sizeof(M) == 2) {
   step = kivi_rounded(step);
   low = kivi_rounded(low);
 }
-const float inverse = kivi_inverse(step), divisor = kivi_usable(step);
+// A step of zero, infinity or NaN gives codes of 0; one that cannot be inverted leaves every code to kivi_exact.
+const bool usable = step > 0.0f && step < INFINITY, tiny = usable && step < 1e-30f;
+const float divisor = usable ? step : INFINITY, inverse = usable && !tiny ? vq_div(1.0f, step) : 0.0f;
+const float near = tiny ? -1.0f : 0.5f - levels * 1e-6f;
+const float whole = 12582912.0f;  // 1.5 * 2^23: a sum with it rounds to a whole number, found in its last bits
+bool unsure = false;
 """
 """Scale and zero as the store keeps them: what the codes are computed from."""
+
+CODES = """
+VQ_UNROLL
+for (uint t = 0u; t < COUNT; ++t) {
+  const float w = v[t], quotient = kivi_quotient(w, low, inverse, levels), sum = vq_add(quotient, whole);
+  unsure = unsure || !(fabs(vq_sub(quotient, vq_sub(sum, whole))) < near);
+  q[t] = as_type<uint>(sum) & 255u;
+}
+if (unsure) {
+  VQ_UNROLL
+  for (uint t = 0u; t < COUNT; ++t) {
+    const float w = v[t];
+    q[t] = kivi_exact(w, low, divisor, levels);
+  }
+}
+"""
+"""Codes q of the numbers v; the definition itself is taken where a quotient lies near a half."""
 
 KEYS_LOAD = """
 VQ_UNROLL
@@ -70,8 +86,8 @@ low = bad ? NAN : low;
 PACK_KEYS = (
     """
 // x (B, H, n, D) -> codes (B, H, D, n * bits / 32), scale and zero (B, H, D, n / group).
-// A threadgroup takes 32 channels of 4 neighbouring groups: a lane a channel, a SIMD group a group. The store runs along
-// tokens, so what they made is turned in threadgroup memory and written in runs.
+// A threadgroup takes 32 channels of 4 neighbouring groups: a lane a channel, a SIMD group a group. The store runs
+// along tokens, so what they made is turned in threadgroup memory and written in runs.
 VQ_SHARED(uint, tile, 512 * bits + 32);
 VQ_SHARED(float, steps, 128);
 VQ_SHARED(float, lows, 128);
@@ -92,11 +108,9 @@ for (uint c = 0u; c < size; c += 32u) {
     + """
   }
   VQ_LOCAL(uint, q, 32);
-  VQ_UNROLL
-  for (uint t = 0u; t < 32u; ++t) {
-    const float w = v[t];
-    q[t] = kivi_code(w, divisor, inverse, low, levels);
-  }
+"""
+    + CODES.replace("COUNT", "32u")
+    + """
   VQ_UNROLL
   for (int w = 0; w < bits; ++w) {
     uint word = 0u;
@@ -141,9 +155,14 @@ if (i < total) {
     + KEYS_LOAD
     + """
     }
+    VQ_LOCAL(uint, q, 32);
+"""
+    + CODES.replace("COUNT", "32u")
+    + """
+    VQ_UNROLL
     for (uint t = 0u; t < 32u; ++t) {
-      const float w = v[t];
-      y[first + (c + t) * D] = vq_add(vq_mul(float(kivi_code(w, divisor, inverse, low, levels)), step), low);
+      const uint code = q[t];
+      y[first + (c + t) * D] = vq_add(vq_mul(float(code), step), low);
     }
   }
 }
@@ -181,18 +200,14 @@ for (uint o = lanes / 2u; o > 0u; o >>= 1) {
 }
 """
     + KEEP
+    + "VQ_LOCAL(uint, q, 8);"
+    + CODES.replace("COUNT", "8u")
 )
 
 PACK_VALUES = (
     VALUES_RANGE
     + """
 // codes (B, H, n, P * bits / 32), scale and zero (B, H, n, P / group); P is D filled up to whole groups.
-VQ_LOCAL(uint, q, 8);
-VQ_UNROLL
-for (uint k = 0u; k < 8u; ++k) {
-  const float w = v[k];
-  q[k] = kivi_code(w, divisor, inverse, low, levels);
-}
 if (bits == 8) {
   if (i < total) {
     codes[i * 2u] = q[0] | q[1] << 8u | q[2] << 16u | q[3] << 24u;
@@ -225,9 +240,8 @@ ROUND_VALUES = (
     VALUES_RANGE
     + """
 for (uint k = 0u; k < 8u; ++k) {
-  const float w = v[k];
-  const float code = float(kivi_code(w, divisor, inverse, low, levels));
-  if (i < total && channel + k < D) y[row * D + channel + k] = vq_add(vq_mul(code, step), low);
+  const uint code = q[k];
+  if (i < total && channel + k < D) y[row * D + channel + k] = vq_add(vq_mul(float(code), step), low);
 }
 """
 )
