@@ -80,10 +80,10 @@ def _groups(call: Call) -> int:
     return math.prod(call.shapes["x"]) // call.numbers["size"]
 
 
-def _eighths(call: Call) -> int:
-    """Runs of eight channels, groups that do not fill being filled up."""
+def _sixteenths(call: Call) -> int:
+    """Runs of 16 channels, groups that do not fill being filled up."""
     B, H, n, D = call.shapes["x"]
-    return B * H * n * -(-D // call.numbers["size"]) * call.numbers["size"] // 8
+    return B * H * n * -(-D // call.numbers["size"]) * call.numbers["size"] // 16
 
 
 def _check_packing(call: Call) -> str:
@@ -137,7 +137,7 @@ def _packer(side: Side) -> Kernel:
         parameters={"T": DTYPES, "M": ("float16", "float32"), "bits": BITS},
         numbers=("size",),
         threads=_threads,
-        threadgroups=_tiles if side == "keys" else _grid(_eighths),
+        threadgroups=_tiles if side == "keys" else _grid(_sixteenths),
         equals=packed(side),
         cases=packing_cases(side),
         check=_check_keys if side == "keys" else _check_packing,
@@ -153,7 +153,7 @@ def _rounder(side: Side) -> Kernel:
         stands_for="encode+decode",
         body=bodies.ROUND_KEYS if side == "keys" else bodies.ROUND_VALUES,
         outputs={"y": Output("float32", lambda call: call.shapes["x"])},
-        threadgroups=_grid(_groups if side == "keys" else _eighths),
+        threadgroups=_grid(_groups if side == "keys" else _sixteenths),
         equals=rounded(side),
     )
 

@@ -34,45 +34,61 @@ const bool usable = step > 0.0f && step < INFINITY, tiny = usable && step < 1e-3
 const float divisor = usable ? step : INFINITY, inverse = usable && !tiny ? vq_div(1.0f, step) : 0.0f;
 const float near = tiny ? -1.0f : 0.5f - levels * 1e-6f;
 const float whole = 12582912.0f;  // 1.5 * 2^23: a sum with it rounds to a whole number, found in its last bits
-bool unsure = false;
 """
 """Scale and zero as the store keeps them: what the codes are computed from."""
 
-CODES = """
-VQ_UNROLL
-for (uint t = 0u; t < COUNT; ++t) {
-  const float w = v[t], quotient = kivi_quotient(w, low, inverse, levels), sum = vq_add(quotient, whole);
-  unsure = unsure || !(fabs(vq_sub(quotient, vq_sub(sum, whole))) < near);
-  q[t] = as_type<uint>(sum) & 255u;
-}
-if (unsure) {
-  VQ_UNROLL
-  for (uint t = 0u; t < COUNT; ++t) {
-    const float w = v[t];
-    q[t] = kivi_exact(w, low, divisor, levels);
-  }
-}
-"""
-"""Codes q of the numbers v; the definition itself is taken where a quotient lies near a half."""
 
-KEYS_LOAD = """
-VQ_UNROLL
-for (uint t = 0u; t < 32u; ++t) v[t] = float(x[first + (c + t) * D]);
+def _codes(count: int, number: str, use: str) -> str:
+    """Text that makes the codes of some numbers and uses them; by definition where a quotient lies near a half.
+
+    Args:
+        count: Of numbers.
+        number: The number t.
+        use: What is done with its code.
+    """
+    return f"""
+  bool unsure = false;
+  VQ_UNROLL
+  for (int t = 0; t < {count}; ++t) {{
+    const float w = {number}, quotient = kivi_quotient(w, low, inverse, levels), sum = vq_add(quotient, whole);
+    unsure = unsure || !(fabs(vq_sub(quotient, vq_sub(sum, whole))) < near);
+    const uint code = as_type<uint>(sum) & 255u;
+    {use}
+  }}
 """
+
+
+def _words(count: int, number: str, words: str) -> str:
+    """Text that makes the words of some numbers' codes."""
+    clear = f"VQ_UNROLL\n  for (int k = 0; k < {words}; ++k) word[k] = 0u;"
+    put = """const int at = t * bits;
+    word[at / 32] |= code << uint(at % 32);
+    if (at % 32 + bits > 32) word[at / 32 + 1] |= code >> uint(32 - at % 32);"""
+    return f"""
+  VQ_LOCAL(uint, word, {words});
+  {clear}
+  {_codes(count, number, put)}
+  if (unsure) {{
+    {clear}
+    VQ_UNROLL
+    for (int t = 0; t < {count}; ++t) {{
+      const float w = {number};
+      const uint code = kivi_exact(w, low, divisor, levels);
+      {put}
+    }}
+  }}
+"""
+
 
 KEYS_RANGE = (
     """
 // `first` is a group's first token of one channel, x (B, H, n, D).
-VQ_LOCAL(float, v, 32);
 float low = INFINITY, high = -INFINITY;
 bool bad = false;
 for (uint c = 0u; c < size; c += 32u) {
-"""
-    + KEYS_LOAD
-    + """
   VQ_UNROLL
   for (uint t = 0u; t < 32u; ++t) {
-    const float w = v[t];
+    const float w = float(x[first + (c + t) * D]);
     bad = bad || w != w;
     low = min(low, w);
     high = max(high, w);
@@ -82,6 +98,7 @@ low = bad ? NAN : low;
 """
     + KEEP
 )
+KEY = "float(x[first + (c + uint(t)) * D])"
 
 PACK_KEYS = (
     """
@@ -102,24 +119,13 @@ const uint first = (h * n + min(g0 + member, groups - 1u) * size) * D + min(d0 +
     + """
 const uint words = size * uint(bits) / 32u, stride = 4u * words + 1u;
 for (uint c = 0u; c < size; c += 32u) {
-  if (size > 32u) {
 """
-    + KEYS_LOAD
-    + """
-  }
-  VQ_LOCAL(uint, q, 32);
-"""
-    + CODES.replace("COUNT", "32u")
+    + _words(32, KEY, "bits")
     + """
   VQ_UNROLL
-  for (int w = 0; w < bits; ++w) {
-    uint word = 0u;
-    VQ_UNROLL
-    for (int t = 0; t < 32; ++t) {
-      const int at = t * bits - w * 32;
-      if (at > -bits && at < 32) word |= at >= 0 ? uint(q[t]) << uint(at) : uint(q[t]) >> uint(-at);
-    }
-    tile[lane * stride + member * words + c / 32u * uint(bits) + uint(w)] = word;
+  for (int k = 0; k < bits; ++k) {
+    const uint one = word[k];
+    tile[lane * stride + member * words + c / 32u * uint(bits) + uint(k)] = one;
   }
 }
 steps[lane * 4u + member] = step;
@@ -150,19 +156,14 @@ if (i < total) {
     + KEYS_RANGE
     + """
   for (uint c = 0u; c < size; c += 32u) {
-    if (size > 32u) {
-"""
-    + KEYS_LOAD
-    + """
-    }
     VQ_LOCAL(uint, q, 32);
 """
-    + CODES.replace("COUNT", "32u")
+    + _codes(32, KEY, "q[t] = code;")
     + """
-    VQ_UNROLL
-    for (uint t = 0u; t < 32u; ++t) {
-      const uint code = q[t];
-      y[first + (c + t) * D] = vq_add(vq_mul(float(code), step), low);
+    for (int t = 0; t < 32; ++t) {
+      uint code = q[t];
+      if (unsure) code = kivi_exact(float(x[first + (c + uint(t)) * D]), low, divisor, levels);
+      y[first + (c + uint(t)) * D] = vq_add(vq_mul(float(code), step), low);
     }
   }
 }
@@ -171,23 +172,24 @@ if (i < total) {
 
 VALUES_RANGE = (
     """
-// x (B, H, n, D). A lane owns eight neighbouring channels; the lanes of a group find its range by shuffles.
+// x (B, H, n, D). A lane owns 16 neighbouring channels; the lanes of a group find its range by shuffles.
 const uint rows = uint(x_shape[0]) * uint(x_shape[1]) * uint(x_shape[2]), D = x_shape[3];
-const uint groups = (D + size - 1u) / size, lanes = size / 8u, per = groups * lanes;
+const uint groups = (D + size - 1u) / size, lanes = size / 16u, per = groups * lanes;
 const uint i = thread_position_in_grid.x, total = rows * per;
 const uint own = min(i, total - 1u);  // surplus lanes repeat the last one's work and write nothing
-const uint row = own / per, channel = (own - row * per) * 8u, member = own & (lanes - 1u), group = own / lanes;
-VQ_LOCAL(float, v, 8);
-if (channel + 8u <= D) {
+const uint row = own / per, channel = (own - row * per) * 16u, member = own & (lanes - 1u), group = own / lanes;
+const uint first = row * D + channel;
+VQ_LOCAL(float, v, 16);
+if (channel + 16u <= D) {
   VQ_UNROLL
-  for (uint k = 0u; k < 8u; ++k) v[k] = float(x[row * D + channel + k]);
+  for (uint k = 0u; k < 16u; ++k) v[k] = float(x[first + k]);
 } else {  // a group that does not fill repeats the edge
-  for (uint k = 0u; k < 8u; ++k) v[k] = float(x[row * D + min(channel + k, D - 1u)]);
+  for (uint k = 0u; k < 16u; ++k) v[k] = float(x[row * D + min(channel + k, D - 1u)]);
 }
 float low = INFINITY, high = -INFINITY;
 bool bad = false;
 VQ_UNROLL
-for (uint k = 0u; k < 8u; ++k) {
+for (uint k = 0u; k < 16u; ++k) {
   const float w = v[k];
   bad = bad || w != w;
   low = min(low, w);
@@ -200,33 +202,27 @@ for (uint o = lanes / 2u; o > 0u; o >>= 1) {
 }
 """
     + KEEP
-    + "VQ_LOCAL(uint, q, 8);"
-    + CODES.replace("COUNT", "8u")
 )
 
 PACK_VALUES = (
     VALUES_RANGE
+    + "// codes (B, H, n, P * bits / 32), scale and zero (B, H, n, P / group); P is D filled up to whole groups."
+    + _words(16, "v[t]", "(bits + 1) / 2")
     + """
-// codes (B, H, n, P * bits / 32), scale and zero (B, H, n, P / group); P is D filled up to whole groups.
-if (bits == 8) {
-  if (i < total) {
-    codes[i * 2u] = q[0] | q[1] << 8u | q[2] << 16u | q[3] << 24u;
-    codes[i * 2u + 1u] = q[4] | q[5] << 8u | q[6] << 16u | q[7] << 24u;
+if (bits == 3) {
+  // Two lanes' 48 bits make three words.
+  const uint mine = word[0], rest = word[1];
+  const uint next = simd_shuffle_xor(mine, 1u), half_words = i / 2u * 3u;
+  if (i < total && (member & 1u) == 0u) {
+    codes[half_words] = mine;
+    codes[half_words + 1u] = rest | next << 16u;
   }
-} else {
-  uint mine = 0u;
+  if (i < total && (member & 1u) == 1u) codes[half_words + 2u] = mine >> 16u | rest << 16u;
+} else if (i < total) {
   VQ_UNROLL
-  for (uint k = 0u; k < 8u; ++k) mine |= uint(q[k]) << (k * uint(bits) % 32u);
-  if (bits == 4) {
-    if (i < total) codes[i] = mine;
-  } else if (bits == 3) {
-    // Four lanes' 24 bits make three words: each of the first three takes some of its right neighbour's.
-    const uint part = member & 3u;
-    const uint next = simd_shuffle(mine, (thread_index_in_simdgroup & 28u) + min(part + 1u, 3u));
-    if (i < total && part < 3u) codes[i / 4u * 3u + part] = mine >> (part * 8u) | next << (24u - part * 8u);
-  } else {
-    const uint both = simd_shuffle_xor(mine, 1u);
-    if (i < total && (member & 1u) == 0u) codes[i / 2u] = mine | both << 16u;
+  for (int k = 0; k < bits / 2; ++k) {
+    const uint one = word[k];
+    codes[i * uint(bits / 2) + uint(k)] = one;
   }
 }
 if (i < total && member == 0u) {
@@ -238,10 +234,14 @@ if (i < total && member == 0u) {
 
 ROUND_VALUES = (
     VALUES_RANGE
+    + "VQ_LOCAL(uint, q, 16);"
+    + _codes(16, "v[t]", "q[t] = code;")
     + """
-for (uint k = 0u; k < 8u; ++k) {
-  const uint code = q[k];
-  if (i < total && channel + k < D) y[row * D + channel + k] = vq_add(vq_mul(float(code), step), low);
+for (uint k = 0u; k < 16u; ++k) {
+  const float w = v[k];
+  uint code = q[k];
+  if (unsure) code = kivi_exact(w, low, divisor, levels);
+  if (i < total && channel + k < D) y[first + k] = vq_add(vq_mul(float(code), step), low);
 }
 """
 )
