@@ -10,33 +10,38 @@ import attrs
 import mlx.core as mx
 import pytest
 
-from vq_core.api.layout import Field, Layout
+from vq_core.api import Field, Layout, hookimpl
 from vq_core.bench import kernels as bench
 from vq_core.bench.busy import Machine
 from vq_core.bench.clock import POOL
 from vq_core.bench.kernels import NO_CLOCK, Served, Wanted, choices, measure, whole
-from vq_core.errors import HostError, SettingsError
+from vq_core.errors import HostError, PluginError, SettingsError
 from vq_core.testing import load_plugin, registered
 
 TINY = Wanted(
-    methods=("kivi",), tokens=(20, 64), bits=(2,), heads=1, head_dim=64, rounds=1, calls=1, shares=(0.25,), copied=4096
+    methods=("kivi",), tokens=(20,), bits=(2,), heads=1, head_dim=64, rounds=1, calls=1, shares=(0.25,), copied=4096
 )
+
+
+def small(patch: pytest.MonkeyPatch) -> None:
+    """Ten inputs and one call an evaluation: the simulator takes its time."""
+    patch.setattr(bench, "BEYOND_CACHES", 1)
+    patch.setattr(bench, "queue_length", lambda arms, pool, least, most: least)
 
 
 @pytest.fixture(scope="module")
 def record() -> Any:
-    made = measure(TINY, kernels="simulator", machine=lambda: Machine(cores=8, load=0.0))
+    with pytest.MonkeyPatch.context() as patch:
+        small(patch)
+        made = measure(TINY, kernels="simulator", machine=lambda: Machine(cores=8, load=0.0))
     return json.loads(json.dumps(made))
 
 
 def test_what_is_measured(record: Any) -> None:
-    """Both operations of each side and of both sides, at each length, in whole blocks."""
+    """Both operations of each side and of both sides, in whole blocks."""
     places = [(row["operation"], row["side"], row["tokens"]) for row in record["rows"]]
     assert places == [
-        (operation, side, tokens)
-        for tokens in (32, 64)
-        for operation in ("encode+pack", "decode")
-        for side in ("keys", "values", "keys+values")
+        (operation, side, 32) for operation in ("encode+pack", "decode") for side in ("keys", "values", "keys+values")
     ]
     assert {row["method"] for row in record["rows"]} == {"kivi:bits=2,group_size=32"}
     assert record["rows"][0]["kernels"] == {"keys": "kernel kivi_pack_keys+kivi_pack_values (simulator)"}
@@ -86,9 +91,9 @@ def test_both_arms_do_the_same_on_inputs_that_differ() -> None:
             repr(mx.concatenate([mx.array(a).flatten().astype(mx.float32)[:50] for a in _leaves(x)])) for x in first
         }
         assert len(told) == len(pool)
-        plain, kernel = (bench._arm(operation, ("keys", "values"), b) for b in (served.plain, served.kernel))
-        assert not bench._differs(("keys", "values"), kernel(pool[0]), plain(pool[0]), 0.0)
-        assert "differs" in bench._differs(("keys", "values"), kernel(pool[0]), plain(pool[1]), 0.0)
+        plain, kernel = (bench.arm(operation, ("keys", "values"), b) for b in (served.plain, served.kernel))
+        assert not bench.differs(("keys", "values"), kernel(pool[0]), plain(pool[0]), 0.0)
+        assert "differs" in bench.differs(("keys", "values"), kernel(pool[0]), plain(pool[1]), 0.0)
 
 
 def _leaves(tree: Any) -> list[mx.array]:
@@ -97,8 +102,7 @@ def _leaves(tree: Any) -> list[mx.array]:
 
 def test_a_kernel_that_computes_something_else_gets_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its probe has passed; the numbers of this size are other ones."""
-    monkeypatch.setattr(bench, "NO_CLOCK", "")
-    right = bench._arm
+    right = bench.arm
     calls: list[Any] = []
 
     def arm(operation: Any, sides: Any, bound: Any) -> Any:
@@ -108,10 +112,15 @@ def test_a_kernel_that_computes_something_else_gets_no_ratio(monkeypatch: pytest
             return made
         return lambda item: [{name: a + 1 for name, a in rows.items()} for rows in made(item)]
 
-    monkeypatch.setattr(bench, "_arm", arm)
-    row = measure(attrs.evolve(TINY, tokens=(32,)), kernels="simulator")["rows"][0]
+    monkeypatch.setattr(bench, "arm", arm)
+    small(monkeypatch)
+    text, bits, offers = choices(TINY)[0][0]
+    served = bench._bound(TINY, text, bits, offers, "simulator", [])[0]
+    measurer = bench._Bench(TINY, (), lambda: Machine(cores=8), lambda line: None)
+    row = measurer._row(served, "encode+pack", ("keys",), 32)
+    for figures in (row["queued"], row["single"], row["bandwidth"]):
+        assert any("of the keys differs from the plain operations'" in reason for reason in figures["refused"])
     assert not row["agrees"] and row["queued"]["times_as_fast"] is None
-    assert any("differs from the plain operations'" in reason for reason in row["queued"]["refused"])
 
 
 def test_a_cpu_has_nothing_to_measure() -> None:
@@ -141,6 +150,25 @@ def test_methods_without_kernels_are_left_out_with_the_reason() -> None:
     assert {entry["method"] for entry in left_out} >= {"identity", "kivi"}
     assert [text.rpartition(":")[2] for text, _, _ in found] == ["bits=2,group_size=32"]
     assert {"offers no kernels" in entry["reason"] for entry in left_out if entry["method"] == "identity"} == {True}
+
+
+class Failing:
+    """The identity, with kernels that cannot be imported."""
+
+    def __init__(self) -> None:
+        for name, hook in vars(load_plugin("tests/methods/identity.py")).items():
+            if name.startswith("vq_"):
+                setattr(self, name, hook)
+
+    @hookimpl
+    def vq_kernels(self) -> Any:
+        raise ImportError("no module named nothing")
+
+
+def test_offers_that_fail_are_one_typed_error() -> None:
+    wanted = attrs.evolve(TINY, methods=("broken_offers",))
+    with registered(Failing(), "broken_offers"), pytest.raises(PluginError, match="vq_kernels failed with ImportError"):
+        choices(wanted)
 
 
 def test_bits_that_the_method_gives_are_kept() -> None:

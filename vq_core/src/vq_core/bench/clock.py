@@ -218,7 +218,7 @@ def compare(
 
 
 def queue_length(
-    arms: Mapping[str, Arm], inputs: Sequence[Any], *, seconds: float = 1e-3, least: int = 20, most: int = 100,
+    arms: Mapping[str, Arm], inputs: Sequence[Any], *, seconds: float = 2e-3, least: int = 20, most: int = 100,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:  # fmt: skip
     """Calls to queue before one evaluation so that the fastest arm's sample takes ``seconds``: least to most."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -19,16 +19,15 @@ from vq_core.api.layout import Layout
 from vq_core.api.settings import build_settings, format_choice, parse_choice
 from vq_core.bench.busy import Machine, look
 from vq_core.bench.clock import POOL, Comparison, compare, environment, queue_length
-from vq_core.errors import HostError, SettingsError, VQError
+from vq_core.bench.inputs import Item, Timed, arm, bytes_read, differs, item_of, nbytes, noise
+from vq_core.errors import HostError, PluginError, SettingsError, VQError
 from vq_core.kernels.offers import KernelOffer
-from vq_core.kernels.verify import relative
 from vq_core.plugins import fused
 from vq_core.plugins.binding import BoundSide, bind
 from vq_core.plugins.loader import make_manager
 from vq_core.plugins.records import MethodRecord
 from vq_core.plugins.registry import list_methods, resolve
 
-Timed = Literal["encode+pack", "decode"]
 OPERATIONS: tuple[Timed, Timed] = ("encode+pack", "decode")
 SERVES = {"encode+pack": "vq_pack", "decode": "vq_decode"}
 DTYPES = ("float16", "bfloat16", "float32")
@@ -49,7 +48,7 @@ class Wanted:
         tokens: Sequence lengths, made up to whole blocks of all the method's sides.
         bits: Values of a setting ``bits``, where a method has one that its text does not give.
         dtype, heads, head_dim: Of the numbers, B = 1.
-        rounds: Turns of a comparison.
+        rounds: Turns of a comparison; single calls, which take less time and vary more, get four times as many.
         calls: Calls queued before one evaluation, at least.
         shares: Of the operation in a whole step, for estimates of what the step gains at most.
         copied: Bytes of one array of the large copy.
@@ -105,17 +104,6 @@ class Served:
         """What its kernels state: 0 where all are exact."""
         kernels = [kernel for offer in self.offers if offer.operation == operation for kernel in offer.kernels]
         return max((kernel.tolerance for kernel in kernels if not kernel.exact), default=0.0)
-
-
-@attrs.frozen(eq=False)
-class Item:
-    """One input of the pool: B = 1."""
-
-    x: Mapping[Side, mx.array]
-    positions: mx.array
-    sequence: Mapping[Side, Mapping[str, mx.array]]
-    packed: Mapping[Side, Mapping[str, mx.array]]
-    copied: mx.array
 
 
 def measure(
@@ -184,7 +172,10 @@ def choices(wanted: Wanted) -> tuple[list[tuple[str, int | None, Sequence[Kernel
 
 
 def _offers(record: MethodRecord) -> Sequence[KernelOffer]:
-    offers = make_manager(record.plugin, record.name).hook.vq_kernels() or ()
+    try:
+        offers = make_manager(record.plugin, record.name).hook.vq_kernels() or ()
+    except Exception as error:  # whatever a stranger's code raises becomes one typed error that names it
+        raise PluginError(f"method {record.name!r}: vq_kernels failed with {type(error).__name__}: {error}") from error
     offers = [offer for offer in offers if offer.operation in OPERATIONS and offer.run is not None]
     if not offers:
         raise SettingsError(f"method {record.name!r} offers no kernels for {' or '.join(OPERATIONS)}")
@@ -243,7 +234,7 @@ class _Bench:
         """Measured when it is first needed."""
         if self._copy is None:
             self.tell(f"copy of {self.wanted.copied} bytes")
-            pool = [_noise((self.wanted.copied // 2,), "float16", i) for i in range(POOL)]
+            pool = [noise((self.wanted.copied // 2,), "float16", i) for i in range(POOL)]
             moved = 2 * pool[0].nbytes
             self._copy = Copy(moved, self._compare({"copy": mx.negative}, pool, moved // 2))
         return self._copy
@@ -265,10 +256,10 @@ class _Bench:
     def _row(self, served: Served, operation: Timed, sides: tuple[Side, ...], tokens: int) -> dict[str, Any]:
         tokens = whole(tokens, [bound.layout for bound in served.plain.values()])
         self.tell(f"{served.method}, {tokens} tokens, {operation} of {' and '.join(sides)}")
-        plain, kernel = (_arm(operation, sides, bound) for bound in (served.plain, served.kernel))
+        plain, kernel = (arm(operation, sides, bound) for bound in (served.plain, served.kernel))
         pool = self._pool(served, operation, sides, tokens)
-        wrong = _differs(sides, kernel(pool[0]), plain(pool[0]), served.tolerance(operation))
-        read, written = _bytes(pool[0], operation, sides), _nbytes(plain(pool[0]))
+        wrong = differs(sides, kernel(pool[0]), plain(pool[0]), served.tolerance(operation))
+        read, written = bytes_read(pool[0], operation, sides), nbytes(plain(pool[0]))
         arms = {"plain": plain, "kernel": kernel}
         queued = self._compare(arms | {"copy": lambda item: mx.negative(item.copied)}, pool, written, wrong)
         single = self._compare(arms, pool, written, wrong, queue=False)
@@ -295,9 +286,9 @@ class _Bench:
 
     def _pool(self, served: Served, operation: Timed, sides: tuple[Side, ...], tokens: int) -> list[Item]:
         """Inputs, evaluated: more than caches hold, where that takes no more than 32."""
-        first = _item(self.wanted, served, operation, sides, tokens, 0)
-        count = max(POOL, min(32, math.ceil(BEYOND_CACHES / _bytes(first, operation, sides))))
-        return [first, *(_item(self.wanted, served, operation, sides, tokens, i) for i in range(1, count))]
+        first = item_of(served.plain, operation, sides, tokens, 0)
+        count = max(POOL, min(32, math.ceil(BEYOND_CACHES / bytes_read(first, operation, sides))))
+        return [first, *(item_of(served.plain, operation, sides, tokens, i) for i in range(1, count))]
 
     def _compare(
         self, arms: Mapping[str, Callable[[Any], Any]], pool: Sequence[Any], left: int, wrong: str = "",
@@ -306,7 +297,8 @@ class _Bench:
         most = max(1, min(100, min(MEMORY, mx.get_memory_limit() // 4) // max(1, left)))
         inner = queue_length(arms, pool, least=self.wanted.calls, most=most) if queue else 1
         refuse = (*self.refuse, wrong) if wrong else self.refuse
-        rounds, attempts = self.wanted.rounds, 1 if self.refuse else 3
+        rounds = self.wanted.rounds * (1 if queue else 4)
+        attempts = 1 if self.refuse else 3
         return compare(arms, pool, rounds=rounds, inner=inner, attempts=attempts, refuse=refuse, machine=self.machine)
 
     def _bandwidth(self, queued: Comparison, moved: int) -> dict[str, Any]:
@@ -341,71 +333,3 @@ def _figures(found: Comparison) -> dict[str, Any]:
         "said": found.said("kernel"),
         "comparison": found.as_dict(),
     }
-
-
-def _item(wanted: Wanted, served: Served, operation: Timed, sides: Sequence[Side], tokens: int, number: int) -> Item:
-    shape = (1, wanted.heads, tokens, wanted.head_dim)
-    positions = mx.arange(tokens, dtype=mx.int32)[None]
-    x: dict[Side, mx.array] = {side: _noise(shape, wanted.dtype, 2 * number + SIDES.index(side)) for side in sides}
-    sequence: dict[Side, Mapping[str, mx.array]] = {}
-    packed: dict[Side, Mapping[str, mx.array]] = {}
-    written = 0
-    for side in sides:
-        bound = served.plain[side]
-        block = bound.layout.block
-        sequence[side] = bound.start(x[side][:, :, :block], positions[:, :block])
-        packed[side] = bound.pack(x[side], positions, sequence[side])
-        # A decoded number takes 4 bytes.
-        written += _nbytes(packed[side]) if operation == "encode+pack" else 4 * x[side].size
-    made = Item(x, positions, sequence, {} if operation == "encode+pack" else packed, positions)
-    moved = _bytes(made, operation, sides) + written
-    copied = _noise((max(8, moved // 4),), "float16", 1000 + number)
-    made = attrs.evolve(made, copied=copied, x=x if operation == "encode+pack" else {})
-    mx.eval(made.x, made.positions, made.sequence, made.packed, made.copied)
-    return made
-
-
-def _noise(shape: tuple[int, ...], dtype: str, seed: int) -> mx.array:
-    """N(0, 1), evaluated; a key of its own leaves MLX's global random state alone."""
-    made = mx.random.normal(shape, key=mx.random.key(seed)).astype(getattr(mx, dtype))
-    mx.eval(made)
-    return made
-
-
-def _arm(operation: Timed, sides: Sequence[Side], bound: Mapping[Side, BoundSide]) -> Callable[[Item], Any]:
-    def pack(item: Item) -> list[dict[str, mx.array]]:
-        return [bound[side].pack(item.x[side], item.positions, item.sequence[side]) for side in sides]
-
-    def decode(item: Item) -> list[dict[str, mx.array]]:
-        return [
-            {"x": bound[side].decode({**item.packed[side], **item.sequence[side]}, item.positions)} for side in sides
-        ]
-
-    return pack if operation == "encode+pack" else decode
-
-
-def _bytes(item: Item, operation: Timed, sides: Sequence[Side]) -> int:
-    """Bytes that an operation reads, the positions left out."""
-    given = [item.x[side] for side in sides] if operation == "encode+pack" else [item.packed[side] for side in sides]
-    return _nbytes([given, [item.sequence[side] for side in sides]])
-
-
-def _nbytes(tree: Any) -> int:
-    if isinstance(tree, mx.array):
-        return int(tree.nbytes)
-    return sum(_nbytes(part) for part in (tree.values() if isinstance(tree, Mapping) else tree))
-
-
-def _differs(
-    sides: Sequence[Side], got: Sequence[Mapping[str, mx.array]], want: Sequence[Mapping[str, mx.array]],
-    tolerance: float,
-) -> str:  # fmt: skip
-    """Why a kernel must get no ratio: it computes something else than what it is compared with."""
-    for side, a, b in zip(sides, got, want, strict=True):
-        for name in b:
-            if mx.array_equal(a[name], b[name]).item():
-                continue
-            difference = relative(a[name], b[name])
-            if not difference <= tolerance:
-                return f"{name} of the {side} differs from the plain operations' by {difference:.2e}, see `vq verify`"
-    return ""

@@ -115,7 +115,8 @@ def _notes(record: dict[str, Any]) -> list[str]:
         "over those of the faster of this copy and one of as many bytes as the kernel's, queued.",
     ]
     lines += [f"no ratio: {where}: {reason}" for where, reason in _refusals(record)]
-    for row in record["rows"]:
+    # The last of an operation's rows is that of all its sides together.
+    for row in {(row["method"], row["tokens"], row["operation"]): row for row in record["rows"]}.values():
         where = f"{row['method']}, {row['tokens']} tokens, {row['operation']} {row['side']}"
         for estimate in row["whole_step"]:
             lines.append(f"{where}, {estimate['share']:.1%} of a whole step: {_estimate(estimate)}")
