@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from vq_core.bench.kernels import NO_CLOCK, Served, Wanted, choices, measure, wh
 from vq_core.errors import HostError, PluginError, SettingsError
 from vq_core.testing import load_plugin, registered
 
+IDENTITY = Path(__file__).parent.parent / "methods" / "identity.py"
 TINY = Wanted(
     methods=("kivi",), tokens=(20,), bits=(2,), heads=1, head_dim=64, rounds=1, calls=1, shares=(0.25,), copied=4096
 )
@@ -144,7 +146,7 @@ def test_methods_that_cannot_be_measured(changes: dict[str, Any], said: str) -> 
 
 def test_methods_without_kernels_are_left_out_with_the_reason() -> None:
     """Where none was named, every installed method is asked."""
-    plugin = load_plugin("tests/methods/identity.py")
+    plugin = load_plugin(IDENTITY)
     with registered(plugin):
         found, left_out = choices(attrs.evolve(TINY, methods=(), bits=(2, 5)))
     assert {entry["method"] for entry in left_out} >= {"identity", "kivi"}
@@ -156,7 +158,7 @@ class Failing:
     """The identity, with kernels that cannot be imported."""
 
     def __init__(self) -> None:
-        for name, hook in vars(load_plugin("tests/methods/identity.py")).items():
+        for name, hook in vars(load_plugin(IDENTITY)).items():
             if name.startswith("vq_"):
                 setattr(self, name, hook)
 
