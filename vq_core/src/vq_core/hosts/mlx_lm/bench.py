@@ -124,11 +124,8 @@ def main() -> None:
         for bits in options.bits:
             row = attention(tokens, bits, rounds=options.rounds, dtype=options.dtype, inner=options.inner)
             record["attention"].append(row)
-            ours, plain = row["arms"]["vq"], row["arms"]["mlx-lm plain"]
-            print(
-                f"{tokens} tokens, {bits} bits: {ours['ratio_to_base']:.3f} of mlx-lm quantized "
-                f"(noise {row['noise_floor']:.3f}), plain {plain['ratio_to_base']:.3f}"
-            )
+            for name in ("vq", "mlx-lm plain"):
+                print(f"{tokens} tokens, {bits} bits: {name} against mlx-lm quantized: {row['arms'][name]['said']}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(record, indent=2) + "\n")
