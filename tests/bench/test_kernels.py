@@ -76,8 +76,8 @@ def test_the_record_says_where_and_how(record: Any) -> None:
     assert record["backend"] == "simulator" and record["wanted"]["heads"] == 1
     assert record["copy"]["bytes_read_and_written"] == 2 * 4096
     timing = record["rows"][0]["queued"]["comparison"]["arms"]["kernel"]
-    assert timing["low"] <= timing["median"] <= timing["high"] and timing["rounds"] == 12
-    assert set(record["rows"][0]["queued"]["comparison"]["arms"]) == {"plain", "kernel", "copy"}
+    assert timing["low"] <= timing["median"] <= timing["high"] and timing["rounds"] == 8
+    assert set(record["rows"][0]["queued"]["comparison"]["arms"]) == {"plain", "kernel"}
 
 
 def test_both_arms_do_the_same_on_inputs_that_differ() -> None:

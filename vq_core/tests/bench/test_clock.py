@@ -304,3 +304,14 @@ def test_amdahl(share: float, ratio: float, gain: float) -> None:
 def test_amdahl_of_nonsense(share: float, ratio: float) -> None:
     with pytest.raises(SettingsError, match="share"):
         amdahl(share, ratio)
+
+
+def test_overlapping_calls_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the device works while Python builds the next call; all the same all is forced within the sample."""
+    started: list[int] = []
+    monkeypatch.setattr(mx, "async_eval", lambda *trees: started.append(len(trees)))
+    inputs = [mx.array([float(i)]) for i in range(10)]
+    clock.compare({"a": lambda x: x + 1, "b": lambda x: x * 2}, inputs, rounds=4, inner=3, warm=0)
+    assert not started
+    clock.compare({"a": lambda x: x + 1, "b": lambda x: x * 2}, inputs, rounds=4, inner=3, warm=0, overlap=True)
+    assert len(started) == 2 * 2 * 4 * 3
