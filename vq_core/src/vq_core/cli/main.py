@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from vq_core.cli import demo, doctor, generate, methods, run
+from vq_core.cli import demo, doctor, generate, methods, run, verify
 from vq_core.errors import VQError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("doctor")(doctor.doctor)
 app.command("generate")(generate.generate)
 app.command("run", context_settings=run.CONTEXT)(run.run)
 app.command("demo")(demo.demo)
+app.command("verify")(verify.verify)
 
 
 def _print_version(wanted: bool) -> None:

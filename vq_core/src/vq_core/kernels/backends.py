@@ -34,7 +34,7 @@ def choose(backend: Backend | None) -> Runner:
     Raises:
         UnsupportedShapeError: this machine does not have it.
     """
-    chosen = backend or device_backend()
+    chosen = device_backend() if backend is None else backend
     if chosen is None:
         raise UnsupportedShapeError("kernels run on a Metal or CUDA device; on a CPU give backend='simulator'")
     if chosen not in BACKENDS:
