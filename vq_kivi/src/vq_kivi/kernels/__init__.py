@@ -16,6 +16,7 @@ from vq_core.api import SIDES, Side
 from vq_core.kernels import Backend, Call, Kernel, KernelOffer, Output
 from vq_kivi import method
 from vq_kivi.kernels import bodies
+from vq_kivi.kernels.cases import packing_cases, unpacking_cases
 from vq_kivi.kernels.reference import (
     BITS,
     DTYPES,
@@ -23,10 +24,8 @@ from vq_kivi.kernels.reference import (
     metadata_dtype,
     name_of,
     packed,
-    packing_cases,
     rounded,
     unpacked,
-    unpacking_cases,
 )
 
 THREADS = 128
