@@ -40,7 +40,9 @@ def choose(backend: Backend | None) -> Runner:
     if chosen not in BACKENDS:
         raise UnsupportedShapeError(f"backend {chosen!r}: accepted are {', '.join(BACKENDS)}")
     if chosen != "simulator" and chosen != device_backend():
-        raise UnsupportedShapeError(f"backend {chosen!r}: the default device is {mx.default_device()}")
+        raise UnsupportedShapeError(
+            f"backend {chosen!r}: the default device is {mx.default_device()}, which has not; 'simulator' runs anywhere"
+        )
     return _runner(chosen)
 
 
