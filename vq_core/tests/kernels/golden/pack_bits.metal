@@ -1,0 +1,137 @@
+#define VQ_SHARED(T, name, n) alignas(16) threadgroup T name[n]
+#define VQ_SHARED_PTR(T) threadgroup T*
+#define VQ_GLOBAL(T) const device T*
+#define VQ_GLOBAL_OUT(T) device T*
+#define VQ_LOCAL(T, name, n) T name[n]
+#define VQ_LOCAL_PTR(T) thread T*
+#define VQ_CONSTANT(T, name, n) constant T name[n]
+#define VQ_FOR(i, from, to) for (uint i = (from); i < (to); ++i)
+#define VQ_FOR_STEP(i, from, to, step) for (uint i = (from); i < (to); i += (step))
+#define VQ_UNROLL _Pragma("clang loop unroll(full)")
+#define VQ_FN inline
+#if __METAL_VERSION__ < 310
+typedef bfloat16_t bfloat;
+#endif
+inline float vq_mul(float a, float b) {
+#pragma METAL fp contract(off)
+return a * b;
+}
+inline float vq_add(float a, float b) {
+#pragma METAL fp contract(off)
+return a + b;
+}
+inline float vq_sub(float a, float b) {
+#pragma METAL fp contract(off)
+return a - b;
+}
+inline float vq_div(float a, float b) { return metal::precise::divide(a, b); }
+inline uint vq_ballot(bool p) { return uint(metal::simd_vote::vote_t(metal::simd_ballot(p))); }
+#define simd_ballot vq_ballot
+inline float2 vq_float2(float x, float y) { return float2(x, y); }
+inline float4 vq_float4(float x, float y, float z, float w) { return float4(x, y, z, w); }
+inline half2 vq_half2(half x, half y) { return half2(x, y); }
+inline half4 vq_half4(half x, half y, half z, half w) { return half4(x, y, z, w); }
+inline uint2 vq_uint2(uint x, uint y) { return uint2(x, y); }
+inline uint4 vq_uint4(uint x, uint y, uint z, uint w) { return uint4(x, y, z, w); }
+inline int2 vq_int2(int x, int y) { return int2(x, y); }
+inline int4 vq_int4(int x, int y, int z, int w) { return int4(x, y, z, w); }
+template <typename U, typename T> inline const device U* vq_view(const device T* p) { return (const device U*)p; }
+template <typename U, typename T> inline const constant U* vq_view(const constant T* p) { return (const constant U*)p; }
+template <typename U, typename T> inline device U* vq_view(device T* p) { return (device U*)p; }
+template <typename U, typename T> inline threadgroup U* vq_view(threadgroup T* p) { return (threadgroup U*)p; }
+
+template <int bits>
+[[kernel]] void custom_kernel_pack_bits__1_uint32_t_uint32_t_uint32_t(
+  const device uint32_t* codes [[buffer(0)]],
+  const device uint32_t* run_numbers [[buffer(1)]],
+  device uint32_t* words [[buffer(2)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]]) {
+const uint count = run_numbers[0]; const uint width = run_numbers[1]; const uint total = run_numbers[2];
+const uint i = thread_position_in_grid.x, per = 32u / uint(bits) + 2u;
+if (i < total) {
+const uint row = i / width, bit = i % width * 32u, first = bit / uint(bits);
+uint word = 0u;
+for (uint k = 0u; k < per; ++k) {
+const uint code = first + k, at = code * uint(bits);
+if (at >= bit + 32u || code >= count) break;
+const uint q = codes[row * count + code];
+word |= at >= bit ? q << (at - bit) : q >> (bit - at);
+}
+words[i] = word;
+}
+
+}
+
+template [[host_name("custom_kernel_pack_bits__1_uint32_t_uint32_t_uint32_t")]] [[kernel]] decltype(custom_kernel_pack_bits__1_uint32_t_uint32_t_uint32_t<1>) custom_kernel_pack_bits__1_uint32_t_uint32_t_uint32_t<1>;
+
+// another variant
+template <int bits>
+[[kernel]] void custom_kernel_pack_bits__2_uint32_t_uint32_t_uint32_t(
+  const device uint32_t* codes [[buffer(0)]],
+  const device uint32_t* run_numbers [[buffer(1)]],
+  device uint32_t* words [[buffer(2)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <int bits>
+[[kernel]] void custom_kernel_pack_bits__3_uint32_t_uint32_t_uint32_t(
+  const device uint32_t* codes [[buffer(0)]],
+  const device uint32_t* run_numbers [[buffer(1)]],
+  device uint32_t* words [[buffer(2)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <int bits>
+[[kernel]] void custom_kernel_pack_bits__4_uint32_t_uint32_t_uint32_t(
+  const device uint32_t* codes [[buffer(0)]],
+  const device uint32_t* run_numbers [[buffer(1)]],
+  device uint32_t* words [[buffer(2)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <int bits>
+[[kernel]] void custom_kernel_pack_bits__5_uint32_t_uint32_t_uint32_t(
+  const device uint32_t* codes [[buffer(0)]],
+  const device uint32_t* run_numbers [[buffer(1)]],
+  device uint32_t* words [[buffer(2)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <int bits>
+[[kernel]] void custom_kernel_pack_bits__6_uint32_t_uint32_t_uint32_t(
+  const device uint32_t* codes [[buffer(0)]],
+  const device uint32_t* run_numbers [[buffer(1)]],
+  device uint32_t* words [[buffer(2)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <int bits>
+[[kernel]] void custom_kernel_pack_bits__7_uint32_t_uint32_t_uint32_t(
+  const device uint32_t* codes [[buffer(0)]],
+  const device uint32_t* run_numbers [[buffer(1)]],
+  device uint32_t* words [[buffer(2)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <int bits>
+[[kernel]] void custom_kernel_pack_bits__8_uint32_t_uint32_t_uint32_t(
+  const device uint32_t* codes [[buffer(0)]],
+  const device uint32_t* run_numbers [[buffer(1)]],
+  device uint32_t* words [[buffer(2)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <int bits>
+[[kernel]] void custom_kernel_pack_bits__10_uint32_t_uint32_t_uint32_t(
+  const device uint32_t* codes [[buffer(0)]],
+  const device uint32_t* run_numbers [[buffer(1)]],
+  device uint32_t* words [[buffer(2)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <int bits>
+[[kernel]] void custom_kernel_pack_bits__12_uint32_t_uint32_t_uint32_t(
+  const device uint32_t* codes [[buffer(0)]],
+  const device uint32_t* run_numbers [[buffer(1)]],
+  device uint32_t* words [[buffer(2)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])

@@ -1,0 +1,225 @@
+#define VQ_SHARED(T, name, n) alignas(16) threadgroup T name[n]
+#define VQ_SHARED_PTR(T) threadgroup T*
+#define VQ_GLOBAL(T) const device T*
+#define VQ_GLOBAL_OUT(T) device T*
+#define VQ_LOCAL(T, name, n) T name[n]
+#define VQ_LOCAL_PTR(T) thread T*
+#define VQ_CONSTANT(T, name, n) constant T name[n]
+#define VQ_FOR(i, from, to) for (uint i = (from); i < (to); ++i)
+#define VQ_FOR_STEP(i, from, to, step) for (uint i = (from); i < (to); i += (step))
+#define VQ_UNROLL _Pragma("clang loop unroll(full)")
+#define VQ_FN inline
+#if __METAL_VERSION__ < 310
+typedef bfloat16_t bfloat;
+#endif
+inline float vq_mul(float a, float b) {
+#pragma METAL fp contract(off)
+return a * b;
+}
+inline float vq_add(float a, float b) {
+#pragma METAL fp contract(off)
+return a + b;
+}
+inline float vq_sub(float a, float b) {
+#pragma METAL fp contract(off)
+return a - b;
+}
+inline float vq_div(float a, float b) { return metal::precise::divide(a, b); }
+inline uint vq_ballot(bool p) { return uint(metal::simd_vote::vote_t(metal::simd_ballot(p))); }
+#define simd_ballot vq_ballot
+inline float2 vq_float2(float x, float y) { return float2(x, y); }
+inline float4 vq_float4(float x, float y, float z, float w) { return float4(x, y, z, w); }
+inline half2 vq_half2(half x, half y) { return half2(x, y); }
+inline half4 vq_half4(half x, half y, half z, half w) { return half4(x, y, z, w); }
+inline uint2 vq_uint2(uint x, uint y) { return uint2(x, y); }
+inline uint4 vq_uint4(uint x, uint y, uint z, uint w) { return uint4(x, y, z, w); }
+inline int2 vq_int2(int x, int y) { return int2(x, y); }
+inline int4 vq_int4(int x, int y, int z, int w) { return int4(x, y, z, w); }
+template <typename U, typename T> inline const device U* vq_view(const device T* p) { return (const device U*)p; }
+template <typename U, typename T> inline const constant U* vq_view(const constant T* p) { return (const constant U*)p; }
+template <typename U, typename T> inline device U* vq_view(device T* p) { return (device U*)p; }
+template <typename U, typename T> inline threadgroup U* vq_view(threadgroup T* p) { return (threadgroup U*)p; }
+VQ_FN float kivi_rounded(float v) { return float(half(v)); }
+VQ_FN float kivi_code(float v, float step, float base, float levels) {
+const bool usable = step > 0.0f && step < INFINITY;
+const float q = rint(vq_div(vq_sub(v, base), usable ? step : 1.0f));
+return usable && q > 0.0f ? (q < levels ? q : levels) : 0.0f;
+}
+template <typename T, typename M, int bits>
+[[kernel]] void custom_kernel_kivi_pack_keys__float_float_2_float_uint32_t_uint32_t_float_float(
+  const device float* x [[buffer(0)]],
+  const constant int* x_shape [[buffer(1)]],
+  const device uint32_t* run_numbers [[buffer(2)]],
+  device uint32_t* codes [[buffer(3)]],
+  device float* scale [[buffer(4)]],
+  device float* zero [[buffer(5)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]]) {
+const uint size = run_numbers[0];
+const uint heads = uint(x_shape[0]) * uint(x_shape[1]), n = x_shape[2], D = x_shape[3];
+const uint groups = n / size, total = heads * groups * D;
+const uint i = thread_position_in_grid.x;
+if (i < total) {
+const uint d = i % D, g = i / D % groups, h = i / D / groups;
+const uint first = (h * n + g * size) * D + d;
+float low = float(x[first]), high = low;
+bool bad = low != low;
+for (uint t = 1u; t < size; ++t) {
+const float v = float(x[first + t * D]);
+bad = bad || v != v;
+low = min(low, v);
+high = max(high, v);
+}
+const float levels = float((1u << bits) - 1u);
+low = bad ? NAN : low == 0.0f ? 0.0f : low;
+float step = bad ? NAN : vq_div(vq_sub(high, low), levels);
+if (sizeof(M) == 2) {
+step = kivi_rounded(step);
+low = kivi_rounded(low);
+} else if (sizeof(T) == 2 && fabs(low) <= 65504.0f && step <= 65504.0f) {
+step = kivi_rounded(step);
+low = kivi_rounded(low);
+}
+const uint words = size * uint(bits) / 32u;
+const uint row = h * D + d;
+uint place = row * groups * words + g * words;
+uint word = 0u, filled = 0u;
+for (uint t = 0u; t < size; ++t) {
+const float v = float(x[first + t * D]);
+const uint q = uint(kivi_code(v, step, low, levels));
+word |= q << filled;
+filled += uint(bits);
+if (filled >= 32u) {
+codes[place] = word;
+place += 1u;
+filled -= 32u;
+word = filled > 0u ? q >> (uint(bits) - filled) : 0u;
+}
+}
+scale[row * groups + g] = M(step);
+zero[row * groups + g] = M(low);
+}
+
+}
+
+template [[host_name("custom_kernel_kivi_pack_keys__float_float_2_float_uint32_t_uint32_t_float_float")]] [[kernel]] decltype(custom_kernel_kivi_pack_keys__float_float_2_float_uint32_t_uint32_t_float_float<float, float, 2>) custom_kernel_kivi_pack_keys__float_float_2_float_uint32_t_uint32_t_float_float<float, float, 2>;
+
+// another variant
+template <typename T, typename M, int bits>
+[[kernel]] void custom_kernel_kivi_pack_keys__float_float_3_float_uint32_t_uint32_t_float_float(
+  const device float* x [[buffer(0)]],
+  const constant int* x_shape [[buffer(1)]],
+  const device uint32_t* run_numbers [[buffer(2)]],
+  device uint32_t* codes [[buffer(3)]],
+  device float* scale [[buffer(4)]],
+  device float* zero [[buffer(5)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <typename T, typename M, int bits>
+[[kernel]] void custom_kernel_kivi_pack_keys__float_float_4_float_uint32_t_uint32_t_float_float(
+  const device float* x [[buffer(0)]],
+  const constant int* x_shape [[buffer(1)]],
+  const device uint32_t* run_numbers [[buffer(2)]],
+  device uint32_t* codes [[buffer(3)]],
+  device float* scale [[buffer(4)]],
+  device float* zero [[buffer(5)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <typename T, typename M, int bits>
+[[kernel]] void custom_kernel_kivi_pack_keys__float_float_8_float_uint32_t_uint32_t_float_float(
+  const device float* x [[buffer(0)]],
+  const constant int* x_shape [[buffer(1)]],
+  const device uint32_t* run_numbers [[buffer(2)]],
+  device uint32_t* codes [[buffer(3)]],
+  device float* scale [[buffer(4)]],
+  device float* zero [[buffer(5)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <typename T, typename M, int bits>
+[[kernel]] void custom_kernel_kivi_pack_keys__float16_t_float16_t_2_float16_t_uint32_t_uint32_t_float16_t_float16_t(
+  const device float16_t* x [[buffer(0)]],
+  const constant int* x_shape [[buffer(1)]],
+  const device uint32_t* run_numbers [[buffer(2)]],
+  device uint32_t* codes [[buffer(3)]],
+  device float16_t* scale [[buffer(4)]],
+  device float16_t* zero [[buffer(5)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <typename T, typename M, int bits>
+[[kernel]] void custom_kernel_kivi_pack_keys__float16_t_float16_t_3_float16_t_uint32_t_uint32_t_float16_t_float16_t(
+  const device float16_t* x [[buffer(0)]],
+  const constant int* x_shape [[buffer(1)]],
+  const device uint32_t* run_numbers [[buffer(2)]],
+  device uint32_t* codes [[buffer(3)]],
+  device float16_t* scale [[buffer(4)]],
+  device float16_t* zero [[buffer(5)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <typename T, typename M, int bits>
+[[kernel]] void custom_kernel_kivi_pack_keys__float16_t_float16_t_4_float16_t_uint32_t_uint32_t_float16_t_float16_t(
+  const device float16_t* x [[buffer(0)]],
+  const constant int* x_shape [[buffer(1)]],
+  const device uint32_t* run_numbers [[buffer(2)]],
+  device uint32_t* codes [[buffer(3)]],
+  device float16_t* scale [[buffer(4)]],
+  device float16_t* zero [[buffer(5)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <typename T, typename M, int bits>
+[[kernel]] void custom_kernel_kivi_pack_keys__float16_t_float16_t_8_float16_t_uint32_t_uint32_t_float16_t_float16_t(
+  const device float16_t* x [[buffer(0)]],
+  const constant int* x_shape [[buffer(1)]],
+  const device uint32_t* run_numbers [[buffer(2)]],
+  device uint32_t* codes [[buffer(3)]],
+  device float16_t* scale [[buffer(4)]],
+  device float16_t* zero [[buffer(5)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <typename T, typename M, int bits>
+[[kernel]] void custom_kernel_kivi_pack_keys__bfloat16_t_float_2_bfloat16_t_uint32_t_uint32_t_float_float(
+  const device bfloat16_t* x [[buffer(0)]],
+  const constant int* x_shape [[buffer(1)]],
+  const device uint32_t* run_numbers [[buffer(2)]],
+  device uint32_t* codes [[buffer(3)]],
+  device float* scale [[buffer(4)]],
+  device float* zero [[buffer(5)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <typename T, typename M, int bits>
+[[kernel]] void custom_kernel_kivi_pack_keys__bfloat16_t_float_3_bfloat16_t_uint32_t_uint32_t_float_float(
+  const device bfloat16_t* x [[buffer(0)]],
+  const constant int* x_shape [[buffer(1)]],
+  const device uint32_t* run_numbers [[buffer(2)]],
+  device uint32_t* codes [[buffer(3)]],
+  device float* scale [[buffer(4)]],
+  device float* zero [[buffer(5)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <typename T, typename M, int bits>
+[[kernel]] void custom_kernel_kivi_pack_keys__bfloat16_t_float_4_bfloat16_t_uint32_t_uint32_t_float_float(
+  const device bfloat16_t* x [[buffer(0)]],
+  const constant int* x_shape [[buffer(1)]],
+  const device uint32_t* run_numbers [[buffer(2)]],
+  device uint32_t* codes [[buffer(3)]],
+  device float* scale [[buffer(4)]],
+  device float* zero [[buffer(5)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
+
+// another variant
+template <typename T, typename M, int bits>
+[[kernel]] void custom_kernel_kivi_pack_keys__bfloat16_t_float_8_bfloat16_t_uint32_t_uint32_t_float_float(
+  const device bfloat16_t* x [[buffer(0)]],
+  const constant int* x_shape [[buffer(1)]],
+  const device uint32_t* run_numbers [[buffer(2)]],
+  device uint32_t* codes [[buffer(3)]],
+  device float* scale [[buffer(4)]],
+  device float* zero [[buffer(5)]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]])
