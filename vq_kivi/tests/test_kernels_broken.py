@@ -66,6 +66,7 @@ BREAKS = [
     Break("no NaN rule", VALUES, "w != w ? 1u", "false ? 1u"),
     Break("no NaN rule for codes", PACKERS, "usable && q > 0.0f ?", "true ?"),
     Break("negative zero kept", PACKERS, "low == 0.0f ? 0.0f : low;", "low;"),
+    Break("negative zero kept in the maximum", PACKERS, "high = high == 0.0f ? 0.0f : high;", ""),
     Break("codes from numbers that are not stored", KEYS + VALUES, "return float(half(v));", "return v;"),
     Break("scale and zero swapped", (PACK["keys"],), "scale[row * groups + g] = M(step)", "scale[row * groups + g] = M(low)"),
     Break("scale and zero swapped", (PACK["values"],), "scale[u] = M(step)", "scale[u] = M(low)"),

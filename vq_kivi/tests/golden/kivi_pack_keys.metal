@@ -71,6 +71,7 @@ high = max(high, v);
 }
 const float levels = float((1u << bits) - 1u);
 low = bad ? NAN : low == 0.0f ? 0.0f : low;
+high = high == 0.0f ? 0.0f : high;
 float step = bad ? NAN : vq_div(vq_sub(high, low), levels);
 if (sizeof(M) == 2) {
 step = kivi_rounded(step);

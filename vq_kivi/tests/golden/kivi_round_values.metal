@@ -80,6 +80,7 @@ bad |= simd_shuffle_xor(bad, o);
 }
 const float levels = float((1u << bits) - 1u);
 low = bad != 0u ? NAN : low == 0.0f ? 0.0f : low;
+high = high == 0.0f ? 0.0f : high;
 float step = bad != 0u ? NAN : vq_div(vq_sub(high, low), levels);
 if (sizeof(M) == 2) {
 step = kivi_rounded(step);

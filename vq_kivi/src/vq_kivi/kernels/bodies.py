@@ -43,6 +43,7 @@ if (i < total) {
   }
   const float levels = float((1u << bits) - 1u);
   low = bad ? NAN : low == 0.0f ? 0.0f : low;
+  high = high == 0.0f ? 0.0f : high;
   float step = bad ? NAN : vq_div(vq_sub(high, low), levels);
 """
     + KEEP
@@ -112,6 +113,7 @@ for (uint o = lanes / 2u; o > 0u; o >>= 1) {
 }
 const float levels = float((1u << bits) - 1u);
 low = bad != 0u ? NAN : low == 0.0f ? 0.0f : low;
+high = high == 0.0f ? 0.0f : high;
 float step = bad != 0u ? NAN : vq_div(vq_sub(high, low), levels);
 """
     + KEEP

@@ -21,6 +21,9 @@ LARGEST = 40000
 TINY = ((1, 1, 1, 1), (1, 1, 1, 5), (1, 1, 3, 2))
 """Fewer than 8 elements, which Metal keeps in another address space."""
 
+SIGNIFICAND = {"float32": 24, "float16": 11, "bfloat16": 8}
+"""Bits in which each dtype holds whole numbers."""
+
 Numbers = np.ndarray[Any, Any]
 
 
@@ -80,8 +83,8 @@ def numbers(
     if family == "outliers":
         x = x * np.exp(np.minimum(3 * rng.standard_normal(shape[-1:]), 6))
     if family == "ties":
-        # A reciprocal of 3 or 5 is rounded, so a product with it moves a tie. Times 5, 8 bits are too many for bfloat16.
-        odd = [1] if (dtype, bits) == ("bfloat16", 8) else [1, 3, 5]
+        # The reciprocal of 7 or 15 is rounded, and a product with it moves ties. What the dtype cannot hold is left out.
+        odd = [step for step in (1, 7, 15) if step * 2**bits <= 2 ** SIGNIFICAND[dtype]]
         x = _ties(rng, shape, side, bits, size) * rng.choice(odd, apart) * 2.0 ** rng.integers(-5, 3, apart)
     if family == "zeros":
         lowest = np.where(rng.random(apart) < 0.7, 0, -1)
