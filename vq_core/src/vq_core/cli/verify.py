@@ -99,7 +99,7 @@ def _print(verdicts: list[tuple[str, Verdict]]) -> None:
             said = verdict.error or f"{verdict.differing} differ, the first: {verdict.first}"
             console.print(Text(f"\n{verdict.method} {verdict.kernel}: {said}"), soft_wrap=True)
     wrong = sum(not verdict.passed for _, verdict in verdicts)
-    console.print(f"\n{len(verdicts)} kernels, {wrong} wrong" if wrong else f"\n{len(verdicts)} kernels, all right")
+    console.print(f"\n{wrong} of {len(verdicts)} kernels wrong" if wrong else f"\n{len(verdicts)} kernels, all right")
 
 
 def _result(verdict: Verdict) -> str:
