@@ -1,6 +1,6 @@
 """Every kernel and every name of the dialect compile for CUDA, where NVIDIA's compiler is installed; no GPU is needed.
 
-    pip install 'vq-core[cuda-check]'
+pip install 'vq-core[cuda-check]'
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from vq_core.errors import PluginError
-from vq_core.kernels import Kernel, Output
-from vq_core.kernels import nvrtc
+from vq_core.kernels import Kernel, Output, nvrtc
 from vq_core.kernels.golden import _one_a_variant
 from vq_core.kernels.nvrtc import PACKAGES, compile_for_cuda, cuda_text, installed
 from vq_core.plugins.offered import offered_kernels
@@ -25,7 +24,8 @@ needs_compiler = pytest.mark.skipif(not installed(), reason="NVIDIA's compiler: 
 def names(body: str = BODY, **changes: Any) -> Kernel:
     """A kernel that uses every documented name."""
     given: dict[str, Any] = {
-        "name": "names", "body": body, "header": HEADER, "inputs": {"x": "float32"}, "parameters": {"T": ("float32", "float16", "bfloat16")},
+        "name": "names", "body": body, "header": HEADER, "inputs": {"x": "float32"},
+        "parameters": {"T": ("float32", "float16", "bfloat16")},
         "outputs": {"y": Output("float32", lambda call: (64,))}, "threads": lambda call: (64, 1, 1),
         "threadgroups": lambda call: (1, 1, 1), "equals": lambda x, **rest: (x,), "cases": lambda: [],
     }  # fmt: skip
@@ -56,7 +56,7 @@ def test_every_documented_name_compiles(dtype: str) -> None:
 )
 def test_what_does_not_compile_is_told(old: str, new: str) -> None:
     assert old in BODY
-    with pytest.raises(PluginError, match="kernel names .* does not compile for CUDA") as caught:
+    with pytest.raises(PluginError, match=r"kernel names .* does not compile for CUDA") as caught:
         compile_for_cuda(names(BODY.replace(old, new, 1)), {"T": "float32"})
     assert "error" in str(caught.value)
 
@@ -71,5 +71,9 @@ def test_the_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_the_text_holds_what_mlx_s_has() -> None:
     """Template arguments inside the function, arrays before the numbers, outputs last."""
     text = cuda_text(names(numbers=("n0",), body=BODY.replace("uint n =", "uint n = n0 +")), {"T": "bfloat16"})
-    at = [text.index(part) for part in ("#define VQ_SHARED", "__global__ void names(", "const float* x", "run_numbers", "float* y", "using T = __nv_bfloat16;", "const uint n0 = run_numbers[0];")]  # fmt: skip
+    parts = [
+        "#define VQ_SHARED", "__global__ void names(", "const float* x", "run_numbers", "float* y",
+        "using T = __nv_bfloat16;", "const uint n0 = run_numbers[0];",
+    ]  # fmt: skip
+    at = [text.index(part) for part in parts]
     assert at == sorted(at)

@@ -17,8 +17,8 @@ from ..host_mlx_lm.conftest import IDENTITY
 
 KERNELS = {
     "core": ["pack_bits", "unpack_bits"],
-    "kivi": ["kivi_pack_keys", "kivi_pack_values", "kivi_round_keys", "kivi_round_values", "kivi_unpack_keys", "kivi_unpack_values"],
-}  # fmt: skip
+    "kivi": [f"kivi_{what}_{side}" for what in ("pack", "round", "unpack") for side in ("keys", "values")],
+}
 
 
 @pytest.mark.skipif(device_backend() is not None, reason="this device runs kernels")
@@ -79,7 +79,9 @@ def test_a_kernel_that_does_not_run(vq: Any, body: str, said: str) -> None:
 
 def test_a_broken_method_is_listed_and_stops_nothing(vq: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     registry.list_methods()
-    lost = attrs.evolve(registry.resolve("example"), name="lost", status="broken", reason="no [such]\nmodule", plugin=None)
+    lost = attrs.evolve(
+        registry.resolve("example"), name="lost", status="broken", reason="no [such]\nmodule", plugin=None
+    )
     monkeypatch.setattr(registry, "_records", [*registry._records, lost])  # type: ignore[misc]
     status, out, err = vq("verify", "--backend", "simulator", "--limit", 1)
     assert status == 0 and "8 kernels, all right" in out

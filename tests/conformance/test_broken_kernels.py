@@ -39,7 +39,8 @@ def cases() -> Iterator[Case]:
 
 def kernel(**changes: Any) -> Kernel:
     declared: dict[str, Any] = {
-        "name": "triple", "body": BODY, "inputs": {"x": "T"}, "numbers": ("count",), "equals": reference, "cases": cases,
+        "name": "triple", "body": BODY, "inputs": {"x": "T"}, "numbers": ("count",),
+        "equals": reference, "cases": cases,
         "outputs": {"y": Output("float32", lambda call: call.shapes["x"])},
         "parameters": {"T": ("float32", "float16", "bfloat16")}, "threads": lambda call: (64, 1, 1),
         "threadgroups": lambda call: (-(-call.numbers["count"] // 64), 1, 1),
@@ -98,7 +99,9 @@ class TestTheKernelTheyAreMadeFrom(KernelConformance):
 
 
 def test_a_kernel_that_contraction_changes() -> None:
-    body = BODY.replace("vq_add(vq_mul(float(x[i]), 3.0f), 1.0f)", "v * 3.0f + 1.0f").replace("if (i", "const float v = x[min(i, count - 1u)];\nif (i")
+    body = BODY.replace("vq_add(vq_mul(float(x[i]), 3.0f), 1.0f)", "v * 3.0f + 1.0f").replace(
+        "if (i", "const float v = x[min(i, count - 1u)];\nif (i"
+    )
     said = failure(tripled(kernel(body=body)), "test_kernels_equal_their_references", "fast", 1)
     assert "kernel triple, contraction fast, seed 1: " in said and "y differs by" in said
 

@@ -46,7 +46,8 @@ class Break:
 BREAKS = [
     Break("round for rint", PACKERS + ROUNDERS, "rint(vq_div", "round(vq_div"),
     Break("a product with the reciprocal", PACKERS + ROUNDERS,
-          "vq_div(vq_sub(v, base), usable ? step : 1.0f)", "vq_mul(vq_sub(v, base), vq_div(1.0f, usable ? step : 1.0f))"),
+          "vq_div(vq_sub(v, base), usable ? step : 1.0f)",
+          "vq_mul(vq_sub(v, base), vq_div(1.0f, usable ? step : 1.0f))"),
     Break("plain multiply and add", (ROUND["keys"],), "vq_add(vq_mul(kivi_code(v, step, low, levels), step), low)",
           "kivi_code(v, step, low, levels) * step + low", "fast"),
     Break("plain multiply and add", (ROUND["values"],), "vq_add(vq_mul(code, step), low)", "code * step + low", "fast"),
@@ -68,7 +69,8 @@ BREAKS = [
     Break("negative zero kept", PACKERS, "low == 0.0f ? 0.0f : low;", "low;"),
     Break("negative zero kept in the maximum", PACKERS, "high = high == 0.0f ? 0.0f : high;", ""),
     Break("codes from numbers that are not stored", KEYS + VALUES, "return float(half(v));", "return v;"),
-    Break("scale and zero swapped", (PACK["keys"],), "scale[row * groups + g] = M(step)", "scale[row * groups + g] = M(low)"),
+    Break("scale and zero swapped", (PACK["keys"],), "scale[row * groups + g] = M(step)",
+          "scale[row * groups + g] = M(low)"),
     Break("scale and zero swapped", (PACK["values"],), "scale[u] = M(step)", "scale[u] = M(low)"),
     Break("scale and zero swapped", (ROUND["keys"],), "levels), step), low)", "levels), low), step)"),
     Break("scale and zero swapped", (ROUND["values"],), "vq_mul(code, step), low)", "vq_mul(code, low), step)"),
@@ -78,7 +80,8 @@ BREAKS = [
     Break("the range of another group", (ROUND["keys"],), "    bad = bad || v != v;\n",
           "    bad = bad || v != v;\n    if (g > 0u) continue;\n"),
     Break("the group of another row", VALUES, "float(x[row * D", "float(x[(rows - 1u - row) * D"),
-    Break("the group of another row", UNPACKERS, "const uint group = row * groups", "const uint group = row / 2u * groups"),
+    Break("the group of another row", UNPACKERS, "const uint group = row * groups",
+          "const uint group = row / 2u * groups"),
 ]  # fmt: skip
 
 

@@ -14,7 +14,11 @@ from vq_core.testing.observe import assert_same, gaussian, snapshot
 from vq_kivi.kernels import PACK, UNPACK
 from vq_kivi.kernels.cases import numbers
 
-PAIRS = [(bits, size, dtype) for bits in (2, 3, 4, 8) for size, dtype in ((32, "float16"), (64, "bfloat16"), (128, "float32"))]
+PAIRS = [
+    (bits, size, dtype)
+    for bits in (2, 3, 4, 8)
+    for size, dtype in ((32, "float16"), (64, "bfloat16"), (128, "float32"))
+]
 
 
 def pair(method: str, **options: Any) -> list[PackedKVCache]:
@@ -77,7 +81,10 @@ def test_hard_numbers(dtype: str, family: str) -> None:
     """Also those for which a bfloat16 model's scales are kept in float32 from some flush on."""
     rng = np.random.default_rng(3)
     caches = pair("kivi:bits=3", residual=0)
-    first, rest = gaussian((1, 2, 96, 64), dtype), [numbers(rng, (1, 2, 96, 64), s, family, dtype, 3, 32) for s in ("keys", "values")]  # type: ignore[arg-type]
+    first, rest = (
+        gaussian((1, 2, 96, 64), dtype),
+        [numbers(rng, (1, 2, 96, 64), s, family, dtype, 3, 32) for s in ("keys", "values")],
+    )  # type: ignore[arg-type]
     feed(caches, first, first)
     feed(caches, rest[0], rest[1])
     if family == "nan":

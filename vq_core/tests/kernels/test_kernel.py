@@ -185,7 +185,9 @@ def test_an_empty_input_beside_outputs_that_are_not() -> None:
 
 
 def test_one_output_of_several_may_be_empty() -> None:
-    body = BODY.replace("y[i] =", "z[i] = 1u;\nif (i < count && by > 0u) y[i] =").replace("if (i < count) z", "if (i < 4u) z")
+    body = BODY.replace("y[i] =", "z[i] = 1u;\nif (i < count && by > 0u) y[i] =").replace(
+        "if (i < count) z", "if (i < 4u) z"
+    )
     outputs = {"y": Output("T", lambda c: (c.numbers["count"],)), "z": Output("uint32", lambda c: (4,))}
     kernel = times(body=body, outputs=outputs, threadgroups=lambda call: (1, 1, 1))
     y, z = kernel(X, count=0, by=1, backend="simulator")
@@ -213,7 +215,9 @@ def test_lines_keep_their_numbers() -> None:
     with pytest.raises(KernelError, match="kernel 'times', line 3") as caught:
         run(times(body=body), X, 1)
     assert "y[i] = x[i + by];" in str(caught.value)
-    directive = times(body="#define TWICE(a) vq_add(a, a)\n" + BODY.replace("vq_mul(float(x[i]), float(by))", "TWICE(float(x[i]))"))
+    directive = times(
+        body="#define TWICE(a) vq_add(a, a)\n" + BODY.replace("vq_mul(float(x[i]), float(by))", "TWICE(float(x[i]))")
+    )
     assert mx.array_equal(run(directive, X), X * 2)
 
 
@@ -245,7 +249,9 @@ def test_a_copy_is_the_kernel_itself() -> None:
 def test_variants_are_the_product() -> None:
     kernel = times(parameters={"T": DTYPES, "bits": (2, 4)})
     assert len(kernel.variants) == 6 and {"T": "bfloat16", "bits": 4} in kernel.variants
-    assert times(parameters={}, inputs={"x": "float32"}, outputs={"y": Output("float32", lambda c: (1,))}).variants == [{}]
+    assert times(parameters={}, inputs={"x": "float32"}, outputs={"y": Output("float32", lambda c: (1,))}).variants == [
+        {}
+    ]
 
 
 def test_comments_are_stripped_and_nothing_else() -> None:

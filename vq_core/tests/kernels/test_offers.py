@@ -90,7 +90,9 @@ def test_kernels_serve_and_the_report_names_them(install: Install) -> None:
     for a, b in zip(plain.decode(), quick.decode(), strict=True):
         assert mx.array_equal(a, b)
     assert len(launched) > before
-    assert "kernel twice (simulator)" in said(quick, "vq_encode") and "kernel twice (simulator)" in said(quick, "vq_pack")
+    assert "kernel twice (simulator)" in said(quick, "vq_encode") and "kernel twice (simulator)" in said(
+        quick, "vq_pack"
+    )
     assert "kernel thrice (simulator)" in said(quick, "vq_decode")
     assert "kernels='off'" in said(plain, "vq_decode") and "simulator" not in said(plain, "vq_decode")
 
@@ -104,7 +106,9 @@ def test_auto_on_a_cpu_says_why_none_runs(install: Install) -> None:
 
 
 def test_a_declined_offer_stands_in_the_report(install: Install) -> None:
-    first = offers(times(name="only_values"), declines=lambda state: f"not for {state.side}" if state.side == "keys" else "")
+    first = offers(
+        times(name="only_values"), declines=lambda state: f"not for {state.side}" if state.side == "keys" else ""
+    )
     install("toy", hooks(vq_kernels=lambda: [*first, *offers()]), NoSettings)
     cache = filled()
     assert "kernel twice (simulator)" in said(cache, "vq_encode")
@@ -153,10 +157,14 @@ def test_a_failed_probe_warns_once_and_is_latched(install: Install, what: str) -
 
 
 def test_after_a_failed_offer_the_next_serves(install: Install) -> None:
-    install("toy", hooks(vq_kernels=lambda: [*offers(WRONG["another result"][0]), *offers(times(name="good"))]), NoSettings)
+    install(
+        "toy", hooks(vq_kernels=lambda: [*offers(WRONG["another result"][0]), *offers(times(name="good"))]), NoSettings
+    )
     with pytest.warns(RuntimeWarning, match="twice"):
         cache = filled(fallback="warn")
-    assert "kernel good (simulator)" in said(cache, "vq_encode") and "kernel twice: x differs" in said(cache, "vq_encode")
+    assert "kernel good (simulator)" in said(cache, "vq_encode") and "kernel twice: x differs" in said(
+        cache, "vq_encode"
+    )
 
 
 def failing(**rest: Any) -> Any:

@@ -29,7 +29,9 @@ def test_a_right_kernel() -> None:
 
 
 def test_a_wrong_kernel_is_counted() -> None:
-    verdict = judged(body=BODY.replace("vq_mul(float(x[i]), float(by))", "by == 4u ? 7.0f : vq_mul(float(x[i]), float(by))"))
+    verdict = judged(
+        body=BODY.replace("vq_mul(float(x[i]), float(by))", "by == 4u ? 7.0f : vq_mul(float(x[i]), float(by))")
+    )
     assert not verdict.passed and not verdict.identical and verdict.configurations == 18 and verdict.differing == 1
     assert verdict.first.startswith("(1,) float32: y differs by ") and verdict.max_difference > 0
 
@@ -54,7 +56,9 @@ def test_what_stops_a_kernel_is_told(changes: dict[str, Any], error: str) -> Non
 
 def test_another_shape_or_dtype_differs() -> None:
     shaped = judged(equals=lambda x, **rest: (reference(x, **rest)[0].reshape(-1),))
-    assert not shaped.passed and shaped.max_difference == INF and "y is (3, 5) mlx.core.float32, not (15,)" in shaped.first
+    assert (
+        not shaped.passed and shaped.max_difference == INF and "y is (3, 5) mlx.core.float32, not (15,)" in shaped.first
+    )
     typed = judged(equals=lambda x, **rest: (reference(x, **rest)[0].astype(mx.float32),))
     assert "y is (8,) mlx.core.float16, not (8,) mlx.core.float32" in typed.first
 
@@ -78,8 +82,13 @@ def test_bits_and_differences(dtype: mx.Dtype) -> None:
     assert not same_bits(a, b) and relative(a, b) == 1 and relative(b, a) == 0.5
     zeros = mx.array([0.0], dtype), mx.array([-0.0], dtype)
     assert not same_bits(*zeros) and relative(*zeros) == 0
-    assert same_bits(mx.array(1.0, dtype), mx.array(1.0, dtype)) and not same_bits(mx.array(1.0, dtype), mx.array(2.0, dtype))
-    assert same_bits(mx.zeros((0, 3), dtype), mx.zeros((0, 3), dtype)) and relative(mx.zeros((0,), dtype), mx.zeros((0,), dtype)) == 0
+    assert same_bits(mx.array(1.0, dtype), mx.array(1.0, dtype)) and not same_bits(
+        mx.array(1.0, dtype), mx.array(2.0, dtype)
+    )
+    assert (
+        same_bits(mx.zeros((0, 3), dtype), mx.zeros((0, 3), dtype))
+        and relative(mx.zeros((0,), dtype), mx.zeros((0,), dtype)) == 0
+    )
     only_nan = mx.array([NAN], dtype)
     assert relative(only_nan, only_nan) == 0
 
@@ -161,7 +170,9 @@ def _some(kernel: Any) -> Any:
     return lambda: (case for case in kernel.cases() if case.parameters["bits"] in (3, 10))
 
 
-@pytest.mark.parametrize("index", range(len(BROKEN_BITS)), ids=lambda i: f"{BROKEN_BITS[i][0].name}: {BROKEN_BITS[i][1]}")
+@pytest.mark.parametrize(
+    "index", range(len(BROKEN_BITS)), ids=lambda i: f"{BROKEN_BITS[i][0].name}: {BROKEN_BITS[i][1]}"
+)
 def test_broken_bit_packing_is_caught(broken_bits: list[Any], index: int) -> None:
     verdict = verify("core", broken_bits[index], "simulator", Simulated())
     assert not verdict.passed, verdict
@@ -176,9 +187,14 @@ def test_bit_packing_as_the_core_calls_it() -> None:
         assert empty.size == 0 and bits.unpack(empty, 3, backend="simulator").size == 0
     from vq_core.errors import UnsupportedShapeError
 
-    for wrong, width, said in ((codes[:, :31], 3, "31 codes of 3 bits fill no"), (codes, 9, "codes of 9 bits: accepted are 1, 2"), (codes, 0, "codes of 0 bits"),
-                               (mx.array(7, mx.uint32), 8, "at least one dimension"), (codes.astype(mx.int32), 3, "accepted is uint32")):
+    for wrong, width, said in (
+        (codes[:, :31], 3, "31 codes of 3 bits fill no"),
+        (codes, 9, "codes of 9 bits: accepted are 1, 2"),
+        (codes, 0, "codes of 0 bits"),
+        (mx.array(7, mx.uint32), 8, "at least one dimension"),
+        (codes.astype(mx.int32), 3, "accepted is uint32"),
+    ):
         with pytest.raises(UnsupportedShapeError, match=said):
             bits.pack(wrong, width, backend="simulator")
-    with pytest.raises(UnsupportedShapeError, match="does not fill|fill no"):
+    with pytest.raises(UnsupportedShapeError, match="fill no"):
         bits.unpack(words[:, :1], 3, backend="simulator")

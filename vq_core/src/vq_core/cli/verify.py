@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vq_core.kernels.verify import Verdict
 
 
-class Where(str, Enum):
+class Where(StrEnum):
     """Backends; an enumeration for the command's help."""
 
     metal = "metal"
@@ -43,9 +43,9 @@ def verify(
     chosen = backend.value if backend else device_backend()
     if chosen is None:
         raise HostError(
-            "this device runs no kernels, there is neither Metal nor CUDA: give --backend simulator to run them on the CPU"
+            "this device runs no kernels, it has neither Metal nor CUDA: give --backend simulator to run them on the CPU"
         )
-    runner = choose(chosen)  # type: ignore[arg-type]
+    runner = choose(chosen)
     offered, failed = offered_kernels(method)
     if chosen == "simulator":
         build_ahead([one.kernel for one in offered], limit=limit)

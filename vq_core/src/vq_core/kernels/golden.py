@@ -63,7 +63,9 @@ def _one_a_variant(kernel: Kernel) -> list[Case]:
     for case in kernel.cases():
         if all(x.size >= TINY for x in case.inputs):
             found.setdefault(tuple(kernel.resolve(case.inputs, case.parameters).parameters.values()), case)
-    order = sorted(found, key=lambda key: [kernel.variants.index(v) for v in kernel.variants if tuple(v.values()) == key])
+    order = sorted(
+        found, key=lambda key: [kernel.variants.index(v) for v in kernel.variants if tuple(v.values()) == key]
+    )
     return [found[key] for key in order]
 
 

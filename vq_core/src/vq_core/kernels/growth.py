@@ -1,4 +1,4 @@
-"""Whether a kernel would be compiled anew as a sequence grows: its Metal text for cases of several lengths, compared."""
+"""Whether a kernel would be compiled anew as a sequence grows: its Metal text for several lengths, compared."""
 
 from __future__ import annotations
 

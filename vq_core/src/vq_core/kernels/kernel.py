@@ -242,8 +242,8 @@ class Kernel:
             for name, x in zip(self.inputs, inputs, strict=True):
                 if x.size < TINY:
                     raise UnsupportedShapeError(
-                        f"kernel {self.name}: {name} {shapes[name]} has {x.size} elements; at least {TINY} are accepted, "
-                        f"since its text names VQ_GLOBAL and Metal keeps smaller arrays in another address space"
+                        f"kernel {self.name}: {name} {shapes[name]} has {x.size} elements; at least {TINY} are "
+                        f"accepted, since its text names VQ_GLOBAL and Metal keeps smaller arrays in another address space"
                     )
         call = Call(shapes, {name: found[name] for name in self.parameters}, numbers)  # type: ignore[arg-type]
         wrong = self.check(call)
@@ -335,14 +335,15 @@ def _wrong_types(kernel: Kernel) -> str:
         numbers = [v for v in values if isinstance(v, int) and not -(2**31) <= v < 2**31]
         kinds = {type(v) for v in values}
         if len(kinds) != 1 or not kinds <= {str, int, bool} or any(v not in DTYPES for v in strings) or numbers:
-            return (
-                f"parameter {name} must have accepted values of one kind: dtype names, whole numbers of 32 bits or bools"
-            )
+            kinds_accepted = "dtype names, whole numbers of 32 bits or bools"
+            return f"parameter {name} must have accepted values of one kind: {kinds_accepted}"
         if len(set(values)) < len(values):
             return f"parameter {name} accepts a value twice"
     for name, dtype in [*kernel.inputs.items(), *((n, o.dtype) for n, o in kernel.outputs.items())]:
         if dtype not in DTYPES and not (dtype in kernel.parameters and kernel.kinds[dtype] == "dtype"):
-            return f"{name} is {dtype!r}, which is neither a dtype nor a dtype parameter; dtypes are {_listed([*DTYPES])}"
+            return (
+                f"{name} is {dtype!r}, which is neither a dtype nor a dtype parameter; dtypes are {_listed([*DTYPES])}"
+            )
     if len(kernel.variants) > MOST_VARIANTS:
         return f"{len(kernel.variants)} variants; at most {MOST_VARIANTS}: make a parameter a run-time number"
     return ""

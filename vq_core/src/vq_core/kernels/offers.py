@@ -34,7 +34,9 @@ class KernelOffer:
     def __attrs_post_init__(self) -> None:
         accepted = get_args(Operation)
         if self.operation not in accepted:
-            raise PluginError(f"an offer's operation is {self.operation!r}: accepted are {', '.join(map(repr, accepted))}")
+            raise PluginError(
+                f"an offer's operation is {self.operation!r}: accepted are {', '.join(map(repr, accepted))}"
+            )
         if not self.kernels or not all(isinstance(kernel, Kernel) for kernel in self.kernels):
             raise PluginError(f"an offer needs kernels, one or more Kernel objects: got {self.kernels!r}")
         if bool(self.operation) != (self.run is not None):

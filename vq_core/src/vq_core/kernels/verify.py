@@ -145,7 +145,7 @@ def _bits(a: mx.array) -> np.ndarray[Any, Any]:
 
 
 def spread(cases: Iterable[Case], limit: int | None) -> list[Case]:
-    """At most ``limit`` of the cases, drawn from all of them, the same at each call: a step would meet one dtype only."""
+    """At most ``limit`` of the cases, drawn from all, the same at each call: a step would meet one dtype only."""
     found = list(cases)
     if limit is None or limit >= len(found):
         return found

@@ -49,7 +49,9 @@ def offered_kernels(method: str | None = None) -> tuple[list[Offered], list[str]
         record = resolve(method)
         found = _of(record)
         if not found:
-            raise SettingsError(f"method {method!r} offers no kernels; without a method all that are installed are taken")
+            raise SettingsError(
+                f"method {method!r} offers no kernels; without a method all that are installed are taken"
+            )
         return found, []
     found, failed = _core(), []
     for record in list_methods():

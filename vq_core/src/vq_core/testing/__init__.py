@@ -25,8 +25,8 @@ pytest.register_assert_rewrite(
     *(
         f"vq_core.testing.{part}"
         for part in (
-            "attention", "codec", "determinism", "growth", "kernels", "memory", "numbers", "observe", "protocol", "refusals",
-            "rows", "trimming",
+            "attention", "codec", "determinism", "growth", "kernels", "memory", "numbers", "observe", "protocol",
+            "refusals", "rows", "trimming",
         )
     )
 )  # fmt: skip

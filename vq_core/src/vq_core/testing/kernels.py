@@ -76,8 +76,12 @@ class KernelConformance(Kit):
         tolerance = max((k.tolerance for offer in offers for k in offer.kernels if not k.exact), default=0.0)
         n = whole(plain, 70)
         for scale in (1.0, 100.0):
-            x = (gaussian((2, self.kv_heads, n, self.dim()), "float32", seed=7) * scale + scale).astype(getattr(mx, dtype))
-            sequence = {name: a for name, a in pack(plain, x).items() if name in {f.name for f in plain.layout.sequence}}
+            x = (gaussian((2, self.kv_heads, n, self.dim()), "float32", seed=7) * scale + scale).astype(
+                getattr(mx, dtype)
+            )
+            sequence = {
+                name: a for name, a in pack(plain, x).items() if name in {f.name for f in plain.layout.sequence}
+            }
             for step in (n, plain.layout.block):
                 want, got = (pack(bound, x[:, :, :step], 0, sequence) for bound in (plain, quick))
                 self._alike(got, want, tolerance, f"{side}, {dtype}, {step} tokens packed")

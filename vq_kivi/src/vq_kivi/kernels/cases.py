@@ -83,12 +83,14 @@ def numbers(
     if family == "outliers":
         x = x * np.exp(np.minimum(3 * rng.standard_normal(shape[-1:]), 6))
     if family == "ties":
-        # The reciprocal of 7 or 15 is rounded, and a product with it moves ties. What the dtype cannot hold is left out.
+        # The reciprocal of 7 or 15 is rounded, a product with it moves ties. What the dtype cannot hold is left out.
         odd = [step for step in (1, 7, 15) if step * 2**bits <= 2 ** SIGNIFICAND[dtype]]
         x = _ties(rng, shape, side, bits, size) * rng.choice(odd, apart) * 2.0 ** rng.integers(-5, 3, apart)
     if family == "zeros":
         lowest = np.where(rng.random(apart) < 0.7, 0, -1)
-        x = np.where(rng.random(shape) < 0.3, rng.choice([0.0, -0.0], shape), np.maximum(rng.integers(-1, 3, shape), lowest))
+        x = np.where(
+            rng.random(shape) < 0.3, rng.choice([0.0, -0.0], shape), np.maximum(rng.integers(-1, 3, shape), lowest)
+        )
     if family == "constant":
         same = rng.choice([0.0, -0.0, 1.0, -3.7, 1e-7, 1000.3], apart)
         x = np.where(rng.random(apart) < 0.7, same, x)
@@ -111,7 +113,7 @@ def _ties(rng: np.random.Generator, shape: tuple[int, ...], side: Side, bits: in
     Odd multiples of 1/2 up to 2**(bits - 1) have at most 8 bits, so every dtype holds them.
     """
     levels, low = 2**bits - 1, -(2 ** (bits - 1))
-    x = low + rng.integers(0, levels, shape) + 0.5
+    x: Numbers = low + rng.integers(0, levels, shape) + 0.5
     along: Numbers = np.moveaxis(x, 2 if side == "keys" else 3, 0)
     along[0::size], along[1::size] = low, low + levels
     return x
