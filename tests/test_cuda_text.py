@@ -11,7 +11,7 @@ import pytest
 
 from vq_core.errors import PluginError
 from vq_core.kernels import Kernel, Output, nvrtc
-from vq_core.kernels.golden import _one_a_variant
+from vq_core.kernels.golden import one_a_variant
 from vq_core.kernels.nvrtc import PACKAGES, compile_for_cuda, cuda_text, installed
 from vq_core.plugins.offered import offered_kernels
 
@@ -36,7 +36,7 @@ def names(body: str = BODY, **changes: Any) -> Kernel:
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_variant_compiles(kernel: Kernel) -> None:
     compiled = 0
-    for case in _one_a_variant(kernel):
+    for case in one_a_variant(kernel):
         code = compile_for_cuda(kernel, kernel.resolve(case.inputs, case.parameters).parameters)
         assert code[:4] == b"\x7fELF"
         compiled += 1

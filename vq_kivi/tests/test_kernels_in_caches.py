@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from vq_core import PackedKVCache
+from vq_core.errors import KernelError
 from vq_core.testing.observe import assert_same, gaussian, snapshot
 from vq_kivi.kernels import PACK, UNPACK
 from vq_kivi.kernels.cases import numbers
@@ -130,3 +131,23 @@ def test_every_flush_goes_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert [name for name in launched if name in names] == names * 3
     quick.decode()
     assert {kernel.name for kernel in UNPACK.values()} <= set(launched)
+
+
+def test_a_kernel_that_fails_later_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vq_core.kernels.simulated import Simulated
+
+    _, quick = pair("kivi:bits=4", residual=0)
+    x = gaussian((1, 2, 64, 64))
+    quick.update_and_fetch(x, x)
+    before, error = snapshot(quick), KernelError("kernel 'kivi_pack_values', line 3: lost")
+
+    def lost(self: Simulated, kernel: Any, *rest: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulated, "run", lost)
+        with pytest.raises(KernelError, match="line 3: lost"):
+            quick.update_and_fetch(x, x)
+    assert_same(snapshot(quick), before, "after the error")
+    quick.update_and_fetch(x, x)
+    assert quick.offset == 128

@@ -42,9 +42,7 @@ def verify(
 
     chosen = backend.value if backend else device_backend()
     if chosen is None:
-        raise HostError(
-            "this device runs no kernels, it has neither Metal nor CUDA: give --backend simulator to run them on the CPU"
-        )
+        raise HostError("this device has neither Metal nor CUDA: give --backend simulator to run them on the CPU")
     runner = choose(chosen)
     offered, failed = offered_kernels(method)
     if chosen == "simulator":

@@ -20,7 +20,7 @@ from vq_core.kernels.text import metal_text
 
 def golden_text(kernel: Kernel) -> str:
     """The first variant that its cases use in full, and the other variants' signatures."""
-    texts = [metal_text(kernel, case) for case in _one_a_variant(kernel)]
+    texts = [metal_text(kernel, case) for case in one_a_variant(kernel)]
     if not texts:
         raise PluginError(f"kernel {kernel.name!r} has no case whose inputs have {TINY} elements or more")
     rest = "\n".join(f"// another variant\n{signature(text)}\n" for text in texts[1:])
@@ -58,7 +58,8 @@ def write(kernels: Iterable[Kernel], folder: Path) -> None:
         (folder / f"{kernel.name}.metal").write_text(golden_text(kernel), encoding="utf-8")
 
 
-def _one_a_variant(kernel: Kernel) -> list[Case]:
+def one_a_variant(kernel: Kernel) -> list[Case]:
+    """A case of each variant that the kernel's cases use, in the order of the variants."""
     found: dict[Any, Case] = {}
     for case in kernel.cases():
         if all(x.size >= TINY for x in case.inputs):

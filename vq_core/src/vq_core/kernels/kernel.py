@@ -243,7 +243,7 @@ class Kernel:
                 if x.size < TINY:
                     raise UnsupportedShapeError(
                         f"kernel {self.name}: {name} {shapes[name]} has {x.size} elements; at least {TINY} are "
-                        f"accepted, since its text names VQ_GLOBAL and Metal keeps smaller arrays in another address space"
+                        f"accepted: its text names VQ_GLOBAL, and Metal keeps smaller arrays elsewhere"
                     )
         call = Call(shapes, {name: found[name] for name in self.parameters}, numbers)  # type: ignore[arg-type]
         wrong = self.check(call)
