@@ -153,7 +153,8 @@ def quantize(state: KiviState, x: mx.array) -> KiviCodes:
         x = mx.pad(x, [(0, 0)] * 3 + [(0, state.padded - state.head_dim)], mode="edge")
     groups = x.reshape(*x.shape[:-1], -1, state.group_size)
     low, high = groups.min(axis=-1), groups.max(axis=-1)
-    low = mx.where(low == 0, 0.0, low)  # a minimum does not promise which zero it is
+    # A minimum does not promise which zero it is, nor does a maximum; -0.0 - 0.0 would be a scale of -0.0.
+    low, high = mx.where(low == 0, 0.0, low), mx.where(high == 0, 0.0, high)
     levels = 2**state.bits - 1
     scale, zero = kept(state, (high - low) / levels, low)
     step, base = scale[..., None], zero[..., None]

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from vq_core.cli import bench, demo, doctor, generate, methods, run
+from vq_core.cli import bench, demo, doctor, generate, methods, run, verify
 from vq_core.errors import VQError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command("generate")(generate.generate)
 app.command("run", context_settings=run.CONTEXT)(run.run)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
+app.command("verify")(verify.verify)
 
 
 def _print_version(wanted: bool) -> None:

@@ -34,13 +34,15 @@ def choose(backend: Backend | None) -> Runner:
     Raises:
         UnsupportedShapeError: this machine does not have it.
     """
-    chosen = backend or device_backend()
+    chosen = device_backend() if backend is None else backend
     if chosen is None:
         raise UnsupportedShapeError("kernels run on a Metal or CUDA device; on a CPU give backend='simulator'")
     if chosen not in BACKENDS:
         raise UnsupportedShapeError(f"backend {chosen!r}: accepted are {', '.join(BACKENDS)}")
     if chosen != "simulator" and chosen != device_backend():
-        raise UnsupportedShapeError(f"backend {chosen!r}: the default device is {mx.default_device()}")
+        raise UnsupportedShapeError(
+            f"backend {chosen!r}: the default device is {mx.default_device()}, which has not; 'simulator' runs anywhere"
+        )
     return _runner(chosen)
 
 

@@ -38,6 +38,9 @@ MOST_THREADS = 1024
 MOST_LAUNCHES = 1024
 SIMD = 32
 NUMBERS = "run_numbers"
+MOST_GRID = 2**32
+TINY = 8
+"""MLX puts an input of fewer elements into Metal's ``constant`` address space."""
 
 
 @attrs.frozen
@@ -102,6 +105,8 @@ class Kernel:
         cases: Inputs that show it.
         exact: Whether outputs agree bit for bit; else within ``tolerance`` of the largest magnitude.
         tolerance: See ``exact``.
+        fixed: Compile-time numbers that are sizes of the model, such as a head size: they equal a length of an array
+            and do not grow, see :func:`~vq_core.kernels.growth.grows`.
         check: Says why a call is not accepted, before anything is launched; nothing if it is.
         header: Helper functions.
         stands_for: The operation, such as ``"encode+pack"``.
@@ -117,6 +122,7 @@ class Kernel:
     cases: Callable[[], Iterable[Case]]
     parameters: Mapping[str, tuple[Any, ...]] = attrs.field(factory=dict)
     numbers: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
     exact: bool = True
     tolerance: float = 0.0
     check: Callable[[Call], str] = attrs.field(default=lambda call: "")
@@ -152,9 +158,10 @@ class Kernel:
     def text(self) -> str:
         """The body with the run-time numbers' names, on its own first line so that lines keep their numbers."""
         named = "".join(f"const uint {name} = {NUMBERS}[{i}]; " for i, name in enumerate(self.numbers))
-        return named + self.body.lstrip("\n")
+        body = self.body.lstrip("\n")
+        return f"{named}\n{body}" if body.lstrip().startswith("#") else named + body
 
-    def __call__(self, *inputs: mx.array, backend: Backend | None = None, **parameters: Any) -> tuple[mx.array, ...]:
+    def __call__(self, /, *inputs: mx.array, backend: Backend | None = None, **parameters: Any) -> tuple[mx.array, ...]:
         """Run it.
 
         Args:
@@ -173,7 +180,7 @@ class Kernel:
 
         return self._run(backends.choose(backend), inputs, parameters)
 
-    def run_on(self, runner: Any, *inputs: mx.array, **parameters: Any) -> tuple[mx.array, ...]:
+    def run_on(self, runner: Any, /, *inputs: mx.array, **parameters: Any) -> tuple[mx.array, ...]:
         """As a call, on a :class:`~vq_core.kernels.backends.Runner` at hand, such as a simulator of another seed."""
         return self._run(runner, inputs, parameters)
 
@@ -184,29 +191,35 @@ class Kernel:
         except TypeError:  # something that cannot be looked up is something that is refused
             launch = None
         if launch is None:
-            launch = self._launch(inputs, parameters)
+            launch = self.launch(self.resolve(inputs, parameters))
             if len(self._launches) >= MOST_LAUNCHES:
                 self._launches.clear()
             self._launches[key] = launch
-        if launch.empty:
+        if not any(math.prod(shape) for shape in launch.shapes):
             return tuple(mx.zeros(s, DTYPES[d]) for s, d in zip(launch.shapes, launch.dtypes, strict=True))
-        arrays = [x.reshape(1) if x.ndim == 0 else x for x in inputs]
-        if self.numbers:
-            arrays.append(number_array(tuple(launch.call.numbers.values())))
-        found: tuple[mx.array, ...] = runner.run(self, arrays, launch)
+        found: tuple[mx.array, ...] = runner.run(self, self.arrays(inputs, launch.call), launch)
         return found
 
-    def _launch(self, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> Launch:
-        call = self.resolve(inputs, parameters)
-        shapes = [output.shape(call) for output in self.outputs.values()]
+    def launch(self, call: Call) -> Launch:
+        """A checked call, ready to run.
+
+        Raises:
+            PluginError: a grid that no backend takes.
+        """
+        shapes = [tuple(output.shape(call)) for output in self.outputs.values()]
         dtypes = [self.dtype_of(output.dtype, call) for output in self.outputs.values()]
-        if not any(math.prod(shape) for shape in shapes):
-            return Launch(call, shapes, dtypes, (0, 0, 0), (0, 0, 0))
-        launch = Launch(call, shapes, dtypes, self.threadgroups(call), self.threads(call))
-        wrong = launch.wrong()
+        made = Launch(call, shapes, dtypes, self.threadgroups(call), self.threads(call))
+        wrong = made.wrong() if any(math.prod(shape) for shape in shapes) else ""
         if wrong:
             raise PluginError(f"kernel {self.name!r}: {wrong}")
-        return launch
+        return made
+
+    def arrays(self, inputs: Sequence[mx.array], call: Call) -> list[mx.array]:
+        """The arrays of a checked call as the backends take them, one for each of ``arguments``."""
+        arrays = [x.reshape(1) if x.ndim == 0 else x for x in inputs]
+        if self.numbers:
+            arrays.append(number_array(tuple(call.numbers.values())))
+        return arrays
 
     def resolve(self, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> Call:
         """The call that these arrays and parameters are, checked.
@@ -236,7 +249,8 @@ class Kernel:
         for name, accepted in self.parameters.items():
             if name not in found:
                 raise UnsupportedShapeError(f"kernel {self.name} needs {name}=, one of {_listed(accepted)}")
-            if found[name] not in accepted or isinstance(found[name], bool) != isinstance(accepted[0], bool):
+            # Of the same type: True is 1 and 4.0 is 4 to Python, but not to a compiler.
+            if type(found[name]) is not type(accepted[0]) or found[name] not in accepted:
                 raise UnsupportedShapeError(
                     f"kernel {self.name}: {name} {found[name]!r} is not accepted; accepted are {_listed(accepted)}"
                 )
@@ -244,11 +258,22 @@ class Kernel:
         if extra:
             raise UnsupportedShapeError(f"kernel {self.name} has no parameter {', '.join(extra)}")
         shapes = {name: tuple(x.shape) or (1,) for name, x in zip(self.inputs, inputs, strict=True)}
+        if self._names_address_space:
+            for name, x in zip(self.inputs, inputs, strict=True):
+                if x.size < TINY:
+                    raise UnsupportedShapeError(
+                        f"kernel {self.name}: {name} {shapes[name]} has {x.size} elements; at least {TINY} are "
+                        f"accepted: its text names VQ_GLOBAL, and Metal keeps smaller arrays elsewhere"
+                    )
         call = Call(shapes, {name: found[name] for name in self.parameters}, numbers)  # type: ignore[arg-type]
         wrong = self.check(call)
         if wrong:
             raise UnsupportedShapeError(f"kernel {self.name}: {wrong}")
         return call
+
+    @property
+    def _names_address_space(self) -> bool:
+        return "VQ_GLOBAL(" in self.header or "VQ_GLOBAL(" in self.body
 
     def dtype_of(self, dtype: str, call: Call) -> str:
         """A dtype's name, looked up where it is a parameter's."""
@@ -268,11 +293,6 @@ class Launch:
     """What a backend has made of it, to be used again."""
 
     @property
-    def empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return not self.threads[0]
-
-    @property
     def grid(self) -> tuple[int, int, int]:
         """Threads, as MLX counts a grid; whole threadgroups, so that no backend rounds it."""
         x, y, z = (a * b for a, b in zip(self.threadgroups, self.threads, strict=True))
@@ -285,6 +305,8 @@ class Launch:
             return f"{self.threads} threads a threadgroup: their product must be a multiple of {SIMD}, at most 1024"
         if any(n < 1 for n in self.threadgroups):
             return f"{self.threadgroups} threadgroups for outputs {self.shapes}: each number must be 1 or more"
+        if math.prod(self.grid) >= MOST_GRID:
+            return f"{self.threadgroups} threadgroups of {self.threads}: a grid has fewer than 2**32 threads"
         return ""
 
 
@@ -308,17 +330,48 @@ def _listed(values: Sequence[Any]) -> str:
 
 def _wrong(kernel: Kernel) -> str:
     """What would go wrong in MLX, and how to do it right; nothing if nothing would."""
-    if not re.fullmatch(r"[A-Za-z]\w*", kernel.name):
+    if not isinstance(kernel.name, str) or not re.fullmatch(r"[A-Za-z]\w*", kernel.name, re.ASCII):
         return "its name must be letters, digits and underscores"
+    return _wrong_names(kernel) or _wrong_types(kernel) or _wrong_text(kernel)
+
+
+def _wrong_names(kernel: Kernel) -> str:
+    names = [*kernel.inputs, *kernel.outputs, *kernel.parameters, *kernel.numbers]
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            return f"{name!r} is no name in C: give it letters, digits and underscores"
+        if name in (*ATTRIBUTES, NUMBERS, "backend") or name.startswith("vq_"):
+            return f"{name!r} is taken by the dialect or by the call: give it another name"
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        return f"two of its inputs, outputs, parameters and numbers have one name: {', '.join(twice)}"
+    if not kernel.outputs:
+        return "it has no outputs, so nobody could see what it does"
+    lost = [name for name in kernel.fixed if name not in kernel.parameters]
+    return f"fixed names {', '.join(lost)}, which is no parameter" if lost else ""
+
+
+def _wrong_types(kernel: Kernel) -> str:
     for name, values in kernel.parameters.items():
         strings = [v for v in values if isinstance(v, str)]
-        if not values or len({type(v) for v in values}) > 1 or any(v not in DTYPES for v in strings):
-            return f"parameter {name} must have accepted values of one kind: dtype names, whole numbers or bools"
+        numbers = [v for v in values if isinstance(v, int) and not -(2**31) <= v < 2**31]
+        kinds = {type(v) for v in values}
+        if len(kinds) != 1 or not kinds <= {str, int, bool} or any(v not in DTYPES for v in strings) or numbers:
+            kinds_accepted = "dtype names, whole numbers of 32 bits or bools"
+            return f"parameter {name} must have accepted values of one kind: {kinds_accepted}"
+        if len(set(values)) < len(values):
+            return f"parameter {name} accepts a value twice"
     for name, dtype in [*kernel.inputs.items(), *((n, o.dtype) for n, o in kernel.outputs.items())]:
         if dtype not in DTYPES and not (dtype in kernel.parameters and kernel.kinds[dtype] == "dtype"):
-            return f"{name} is {dtype!r}, which is neither a dtype nor a dtype parameter"
+            return (
+                f"{name} is {dtype!r}, which is neither a dtype nor a dtype parameter; dtypes are {_listed([*DTYPES])}"
+            )
     if len(kernel.variants) > MOST_VARIANTS:
         return f"{len(kernel.variants)} variants; at most {MOST_VARIANTS}: make a parameter a run-time number"
+    return ""
+
+
+def _wrong_text(kernel: Kernel) -> str:
     code = stripped(kernel.body)
     if not any(attribute in code for attribute in ATTRIBUTES):
         # With more than one output MLX then closes the signature after the first.
@@ -327,18 +380,14 @@ def _wrong(kernel: Kernel) -> str:
         for suffix in ("_shape", "_strides", "_ndim"):
             # MLX looks for the plain text, so `k` would also get the arguments of `mask_shape`.
             if re.search(rf"\w{name}{suffix}\b", code) and not re.search(rf"\b{name}{suffix}\b", code):
-                return f"the name of input {name!r} ends another input's {name}{suffix}: MLX would mix them up"
-    if len({*kernel.inputs, *kernel.outputs, *kernel.parameters, *kernel.numbers}) != sum(
-        map(len, (kernel.inputs, kernel.outputs, kernel.parameters, kernel.numbers))
-    ):
-        return "two of its inputs, outputs, parameters and numbers have one name"
-    if not kernel.outputs:
-        return "it has no outputs"
+                return (
+                    f"the name of input {name!r} ends another's, in {name}{suffix}: MLX would mix them up; rename one"
+                )
     return ""
 
 
 def stripped(text: str) -> str:
     """Text without comments and indentation: MLX hashes all of it at every call."""
-    text = re.sub(r"/\*.*?\*/", " ", text, flags=re.DOTALL)
-    lines = (re.sub(r"//.*", "", line).strip() for line in text.splitlines())
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
+    lines = (line.strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line)

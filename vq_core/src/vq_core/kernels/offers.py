@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import attrs
 
+from vq_core.errors import PluginError
 from vq_core.kernels.kernel import Kernel
 
 Operation = Literal["encode+pack", "decode", ""]
@@ -29,3 +30,20 @@ class KernelOffer:
     kernels: Sequence[Kernel]
     run: Callable[..., Any] | None = None
     declines: Callable[[Any], str] = attrs.field(default=lambda state: "")
+
+    def __attrs_post_init__(self) -> None:
+        accepted = get_args(Operation)
+        if self.operation not in accepted:
+            raise PluginError(
+                f"an offer's operation is {self.operation!r}: accepted are {', '.join(map(repr, accepted))}"
+            )
+        if not self.kernels or not all(isinstance(kernel, Kernel) for kernel in self.kernels):
+            raise PluginError(f"an offer needs kernels, one or more Kernel objects: got {self.kernels!r}")
+        if bool(self.operation) != (self.run is not None):
+            what = "has no run, so nothing would call it" if self.operation else "has a run, which nothing calls"
+            raise PluginError(f"an offer for {self.operation or 'no operation'!r} {what}")
+
+    @property
+    def name(self) -> str:
+        """Names of its kernels."""
+        return "+".join(kernel.name for kernel in self.kernels)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from vq_core.kernels import simulator
-from vq_core.kernels.kernel import DTYPES, Kernel, Launch
+from vq_core.kernels.kernel import DTYPES, Call, Kernel, Launch
 
 
 class Simulated:
@@ -34,7 +34,7 @@ class Simulated:
             name: (shape, _plain(dtype))
             for name, shape, dtype in zip(kernel.outputs, launch.shapes, launch.dtypes, strict=True)
         }
-        parameters = {n: _plain(v) if isinstance(v, str) else v for n, v in launch.call.parameters.items()}
+        parameters = dict(zip(launch.call.parameters, instance(launch.call), strict=True))
         found = simulator.run(
             program(kernel), parameters, arrays, wanted, threadgroups=launch.threadgroups, threads=launch.threads,
             seed=self.seed, contract=self.contract,  # type: ignore[arg-type]
@@ -58,6 +58,11 @@ def program(kernel: Kernel) -> Any:
             header=kernel.header,
         )
     return _programs[kernel]
+
+
+def instance(call: Call) -> tuple[object, ...]:
+    """A call's compile-time parameters as the simulator takes them."""
+    return tuple(_plain(v) if isinstance(v, str) else v for v in call.parameters.values())
 
 
 def _plain(dtype: str) -> str:

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from vq_core.errors import PluginError
 from vq_core.kernels.gpu import arguments, declaration
-from vq_core.kernels.kernel import Case, Kernel, Launch, number_array
+from vq_core.kernels.kernel import Case, Kernel
 
 
 def metal_text(kernel: Kernel, case: Case) -> str:
@@ -26,15 +26,8 @@ def metal_text(kernel: Kernel, case: Case) -> str:
         PluginError: MLX printed no text; another version of MLX may have stopped to.
     """
     call = kernel.resolve(case.inputs, case.parameters)
-    launch = Launch(
-        call,
-        [output.shape(call) for output in kernel.outputs.values()],
-        [kernel.dtype_of(output.dtype, call) for output in kernel.outputs.values()],
-        kernel.threadgroups(call),
-        kernel.threads(call),
-    )
+    inputs, launch = kernel.arrays(case.inputs, call), kernel.launch(call)
     made: Any = mx.fast.metal_kernel(**declaration(kernel, "metal"))
-    inputs = [*case.inputs, *([number_array(tuple(call.numbers.values()))] if kernel.numbers else [])]
 
     def record(*arrays: mx.array) -> Any:
         return made(inputs=list(arrays), verbose=True, **arguments(kernel, launch))

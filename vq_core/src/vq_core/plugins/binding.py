@@ -12,7 +12,7 @@ import functools
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -23,10 +23,10 @@ import pluggy
 from vq_core.api.facts import PrepareContext
 from vq_core.api.layout import Layout
 from vq_core.errors import PluginError, VQError
-from vq_core.kernels.offers import KernelOffer
 from vq_core.plugins import fused
 from vq_core.plugins.choice import SideChoice, choose
 from vq_core.plugins.loader import make_manager
+from vq_core.plugins.offered import offers_of
 from vq_core.plugins.records import MethodRecord
 from vq_core.plugins.registry import resolve
 
@@ -146,7 +146,7 @@ def bind(method: str | SideChoice, ctx: PrepareContext, fallback: str = "error",
     # Outside our lock: a plugin that binds while it is being loaded holds the registry's and waits for ours.
     record = resolve(choice.label)
     with _lock:
-        key = (record.distribution, record.version, choice, ctx, fallback, fused.backend_for(kernels)[0])
+        key = (record.distribution, record.version, choice, ctx, fallback, fused.backend_for(kernels))
         if key not in _bound:
             _bound[key] = _bind(record, choice, ctx, fallback, kernels)
         return _bound[key]
@@ -182,7 +182,7 @@ def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallbac
             f"method {name!r}: vq_decode must return {wanted} float32, it gave {decoded.shape} {decoded.dtype}"
         )
     attend, operation = _attend(manager, name, state, ctx, packed, decoded, fallback)
-    offers = _offers(manager, name)
+    offers = offers_of(manager, name)
     both = fused.choose(
         name, "encode+pack", offers, state, kernels, fallback, rows,
         lambda offer, backend: offer.run(  # type: ignore[misc]
@@ -201,13 +201,6 @@ def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallbac
         record, choice, ctx, state, layout, (*chosen.values(), operation), attend,
         "positions" in pick.arguments["vq_decode"], start, encode, pack, back.run or decode, both.run,
     )  # fmt: skip
-
-
-def _offers(manager: pluggy.PluginManager, name: str) -> Sequence[KernelOffer]:
-    offers = _guarded(name, "vq_kernels", lambda: manager.hook.vq_kernels())
-    if not all(isinstance(offer, KernelOffer) for offer in offers or ()):
-        raise PluginError(f"method {name!r}: vq_kernels must return KernelOffer objects")
-    return offers or ()
 
 
 def _note(chosen: dict[str, Operation], served: fused.Fused, *hooks: str) -> None:

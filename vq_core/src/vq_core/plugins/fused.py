@@ -69,8 +69,8 @@ def choose(
     for offer in offers:
         if offer.operation != operation or offer.run is None:
             continue
-        name = "+".join(kernel.name for kernel in offer.kernels)
-        reason = why_not or offer.declines(state)
+        name = offer.name
+        reason = why_not or _declined(method, offer, state)
         if not reason and backend is not None:
             run = offer.run
             key = (method, name, backend)
@@ -80,6 +80,16 @@ def choose(
                 return Fused(_with_backend(run, backend), f"kernel {name} ({backend})", tuple(declined))
         declined.append(f"kernel {name}: {reason}")
     return Fused(None, "", tuple(declined))
+
+
+def _declined(method: str, offer: KernelOffer, state: Any) -> str:
+    try:
+        return offer.declines(state)
+    except VQError:
+        raise
+    except Exception as error:  # a stranger's code
+        said = f"{type(error).__name__}: {error}"
+        raise PluginError(f"method {method!r}: kernel {offer.name} cannot say whether it declines: {said}") from error
 
 
 def _with_backend(run: Callable[..., Any], backend: str) -> Callable[..., Any]:
@@ -99,8 +109,8 @@ def _probe(
         reason = _differs(offer, call(offer, backend), wanted)
     except VQError as error:
         reason = str(error)
-    except (RuntimeError, ValueError) as error:  # MLX's words for a text that does not compile
-        reason = f"it does not run: {error}"
+    except Exception as error:  # MLX's words for a text that does not compile, or whatever a stranger's code raises
+        reason = f"it does not run: {type(error).__name__}: {error}"
     if not reason:
         return ""
     message = f"method {method!r}: kernel {name} on {backend}: {reason}"

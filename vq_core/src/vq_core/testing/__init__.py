@@ -25,8 +25,8 @@ pytest.register_assert_rewrite(
     *(
         f"vq_core.testing.{part}"
         for part in (
-            "attention", "codec", "determinism", "growth", "memory", "numbers", "observe", "protocol", "refusals",
-            "rows", "trimming",
+            "attention", "codec", "determinism", "growth", "kernels", "memory", "numbers", "observe", "protocol",
+            "refusals", "rows", "trimming",
         )
     )
 )  # fmt: skip
@@ -35,6 +35,7 @@ from vq_core.testing.attention import AttentionConformance  # noqa: E402
 from vq_core.testing.codec import CodecConformance  # noqa: E402
 from vq_core.testing.determinism import DeterminismConformance  # noqa: E402
 from vq_core.testing.growth import GrowthConformance  # noqa: E402
+from vq_core.testing.kernels import KernelConformance  # noqa: E402
 from vq_core.testing.kit import Kit  # noqa: E402
 from vq_core.testing.memory import MemoryConformance  # noqa: E402
 from vq_core.testing.numbers import NumbersConformance  # noqa: E402
@@ -55,6 +56,7 @@ class MethodConformance(
     RowsConformance,
     ProtocolConformance,
     AttentionConformance,
+    KernelConformance,
     RefusalsConformance,
 ):
     """Everything the kit asks of a method. Subclass it, name the class ``Test...``, set ``method``."""
@@ -65,6 +67,7 @@ __all__ = [
     "CodecConformance",
     "DeterminismConformance",
     "GrowthConformance",
+    "KernelConformance",
     "Kit",
     "MemoryConformance",
     "MethodConformance",

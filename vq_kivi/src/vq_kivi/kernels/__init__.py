@@ -16,6 +16,7 @@ from vq_core.api import SIDES, Side
 from vq_core.kernels import Backend, Call, Kernel, KernelOffer, Output
 from vq_kivi import method
 from vq_kivi.kernels import bodies
+from vq_kivi.kernels.cases import packing_cases, unpacking_cases
 from vq_kivi.kernels.reference import (
     BITS,
     DTYPES,
@@ -23,10 +24,8 @@ from vq_kivi.kernels.reference import (
     metadata_dtype,
     name_of,
     packed,
-    packing_cases,
     rounded,
     unpacked,
-    unpacking_cases,
 )
 
 THREADS = 128
@@ -88,19 +87,21 @@ def _sixteenths(call: Call) -> int:
 
 def _check_packing(call: Call) -> str:
     x, size = call.shapes["x"], call.numbers["size"]
+    if len(x) != 4:
+        return f"x {x} must be (B, H, n, D)"
     wanted = metadata_dtype(call.parameters["T"])
     if call.parameters["M"] != wanted:
         return f"scale and zero of {call.parameters['T']} numbers are {wanted}, not {call.parameters['M']}"
     if size not in GROUPS:
         return f"groups of {size}: accepted are {', '.join(map(str, GROUPS))}"
-    if len(x) != 4:
-        return f"x {x} must be (B, H, n, D)"
     return f"x {x} has {math.prod(x)} elements; fewer than {MOST} are accepted" if math.prod(x) >= MOST else ""
 
 
 def _check_keys(call: Call) -> str:
-    n, size = call.shapes["x"][2], call.numbers["size"]
-    return _check_packing(call) or ("" if n % size == 0 else f"{n} tokens are no whole groups of {size}")
+    wrong, size = _check_packing(call), call.numbers["size"]
+    if wrong or call.shapes["x"][2] % size == 0:
+        return wrong
+    return f"{call.shapes['x'][2]} tokens are no whole groups of {size}"
 
 
 def _check_unpacking(call: Call) -> str:
@@ -109,7 +110,22 @@ def _check_unpacking(call: Call) -> str:
         return f"codes {codes}, scale {scale} and zero {call.shapes['zero']} in groups of {size} do not fit"
     if codes[3] * 32 != scale[3] * size * call.parameters["bits"]:
         return f"{codes[3]} words are not {scale[3]} groups of {size} codes of {call.parameters['bits']} bits"
+    if math.prod(codes) * 32 // call.parameters["bits"] >= MOST:
+        return f"codes {codes} are {MOST} numbers or more; fewer are accepted"
     return ""
+
+
+def _check_unpacking_keys(call: Call) -> str:
+    D, codes = call.numbers["head_dim"], call.shapes["codes"]
+    return _check_unpacking(call) or ("" if codes[2] == D else f"codes {codes} are not of head size {D}")
+
+
+def _check_unpacking_values(call: Call) -> str:
+    D, size, groups = call.numbers["head_dim"], call.numbers["size"], call.shapes["scale"][-1]
+    fits = not groups or -(-D // size) == groups
+    return _check_unpacking(call) or (
+        "" if fits else f"head size {D} needs {-(-D // size)} groups of {size}, there are {groups}"
+    )
 
 
 def _dense_keys(call: Call) -> tuple[int, ...]:
@@ -172,7 +188,7 @@ def _unpacker(side: Side) -> Kernel:
         threadgroups=_grid(lambda call: math.prod(shape(call))),
         equals=unpacked(side),
         cases=unpacking_cases(side),
-        check=_check_unpacking,
+        check=_check_unpacking_keys if side == "keys" else _check_unpacking_values,
     )
 
 

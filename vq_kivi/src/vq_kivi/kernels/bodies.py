@@ -19,7 +19,8 @@ VQ_FN float kivi_quotient(float v, float base, float inverse, float levels) {
 """
 
 KEEP = """
-low = low == 0.0f ? 0.0f : low;  // a minimum does not promise which zero it is
+low = low == 0.0f ? 0.0f : low;  // a minimum and a maximum do not promise which zero it is
+high = high == 0.0f ? 0.0f : high;
 const float levels = float((1u << bits) - 1u);
 float step = vq_div(vq_sub(high, low), levels);
 if (sizeof(M) == 2) {

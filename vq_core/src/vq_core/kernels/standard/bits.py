@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from vq_core.codec.bits import pack_bits, unpack_bits
+from vq_core.errors import UnsupportedShapeError
 from vq_core.kernels.kernel import Call, Case, Kernel, Output
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
@@ -45,7 +46,7 @@ if (i < total) {
 
 def pack(codes: mx.array, bits: int, **where: object) -> mx.array:
     """:func:`vq_core.codec.bits.pack_bits` in one launch: codes (..., n) uint32 to (..., n * bits // 32) uint32."""
-    count = codes.shape[-1]
+    count = _last(codes, bits)
     width = count * bits // 32
     total = codes.size // count * width if count else 0
     return PACK_BITS(codes, bits=bits, count=count, width=width, total=total, **where)[0]  # type: ignore[arg-type]
@@ -53,10 +54,19 @@ def pack(codes: mx.array, bits: int, **where: object) -> mx.array:
 
 def unpack(words: mx.array, bits: int, **where: object) -> mx.array:
     """:func:`vq_core.codec.bits.unpack_bits` in one launch."""
-    width = words.shape[-1]
+    width = _last(words, bits)
     count = width * 32 // bits
     total = words.size // width * count if width else 0
     return UNPACK_BITS(words, bits=bits, count=count, width=width, total=total, **where)[0]  # type: ignore[arg-type]
+
+
+def _last(x: mx.array, bits: int) -> int:
+    """Length of the last axis, where there is one and the number of bits is one that is packed."""
+    if bits not in BITS:
+        raise UnsupportedShapeError(f"codes of {bits!r} bits: accepted are {', '.join(map(str, BITS))}")
+    if not x.ndim:
+        raise UnsupportedShapeError("codes and words have at least one dimension, got an array without")
+    return int(x.shape[-1])
 
 
 def _check(call: Call) -> str:

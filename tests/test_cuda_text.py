@@ -1,0 +1,79 @@
+"""Every kernel and every name of the dialect compile for CUDA, where NVIDIA's compiler is installed; no GPU is needed.
+
+pip install 'vq-core[cuda-check]'
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vq_core.errors import PluginError
+from vq_core.kernels import Kernel, Output, nvrtc
+from vq_core.kernels.golden import one_a_variant
+from vq_core.kernels.nvrtc import PACKAGES, compile_for_cuda, cuda_text, installed
+from vq_core.plugins.offered import offered_kernels
+
+from .test_dialect_documented import BODY, HEADER
+
+KERNELS = [one.kernel for one in offered_kernels()[0]]
+needs_compiler = pytest.mark.skipif(not installed(), reason="NVIDIA's compiler: pip install 'vq-core[cuda-check]'")
+
+
+def names(body: str = BODY, **changes: Any) -> Kernel:
+    """A kernel that uses every documented name."""
+    given: dict[str, Any] = {
+        "name": "names", "body": body, "header": HEADER, "inputs": {"x": "float32"},
+        "parameters": {"T": ("float32", "float16", "bfloat16")},
+        "outputs": {"y": Output("float32", lambda call: (64,))}, "threads": lambda call: (64, 1, 1),
+        "threadgroups": lambda call: (1, 1, 1), "equals": lambda x, **rest: (x,), "cases": lambda: [],
+    }  # fmt: skip
+    return Kernel(**given | changes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_variant_compiles(kernel: Kernel) -> None:
+    compiled = 0
+    for case in one_a_variant(kernel):
+        code = compile_for_cuda(kernel, kernel.resolve(case.inputs, case.parameters).parameters)
+        assert code[:4] == b"\x7fELF"
+        compiled += 1
+    assert compiled >= 8
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_every_documented_name_compiles(dtype: str) -> None:
+    assert compile_for_cuda(names(), {"T": dtype})[:4] == b"\x7fELF"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("fabs(v)", "fabz(v)"), ("s[t] = float(x[t]);", "x[t] = s[t];"), ("half2 h2 =", "device half2 h2 =")],
+)
+def test_what_does_not_compile_is_told(old: str, new: str) -> None:
+    assert old in BODY
+    with pytest.raises(PluginError, match=r"kernel names .* does not compile for CUDA") as caught:
+        compile_for_cuda(names(BODY.replace(old, new, 1)), {"T": "float32"})
+    assert "error" in str(caught.value)
+
+
+def test_the_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "_folder", lambda: None)
+    assert not installed()
+    with pytest.raises(PluginError, match=f"not installed: pip install {PACKAGES}"):
+        compile_for_cuda(names(), {"T": "float32"})
+
+
+def test_the_text_holds_what_mlx_s_has() -> None:
+    """Template arguments inside the function, arrays before the numbers, outputs last."""
+    text = cuda_text(names(numbers=("n0",), body=BODY.replace("uint n =", "uint n = n0 +")), {"T": "bfloat16"})
+    parts = [
+        "#define VQ_SHARED", "__global__ void names(", "const float* x", "run_numbers", "float* y",
+        "using T = __nv_bfloat16;", "const uint n0 = run_numbers[0];",
+    ]  # fmt: skip
+    at = [text.index(part) for part in parts]
+    assert at == sorted(at)

@@ -1,0 +1,99 @@
+"""The kernels that methods offer, and the core's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pluggy
+
+from vq_core.errors import PluginError, SettingsError, VQError
+from vq_core.kernels.kernel import Kernel
+from vq_core.kernels.offers import KernelOffer
+from vq_core.plugins.loader import make_manager
+from vq_core.plugins.records import MethodRecord
+from vq_core.plugins.registry import list_methods, resolve
+
+CORE = "core"
+
+
+@attrs.frozen(eq=False)
+class Offered:
+    """A kernel and whose it is.
+
+    Attributes:
+        method: The method's name, or ``"core"``.
+        version: Distribution and version.
+        kernel: The kernel.
+    """
+
+    method: str
+    version: str
+    kernel: Kernel
+
+
+def offered_kernels(method: str | None = None) -> tuple[list[Offered], list[str]]:
+    """Every kernel of every usable method and of the core, each once, and why some methods have none to show.
+
+    Args:
+        method: Only this one's; ``"core"`` for the core's own.
+
+    Raises:
+        SettingsError: a method that is not installed or offers no kernels.
+        PluginError: the method that was asked for is broken.
+    """
+    if method == CORE:
+        return _core(), []
+    if method is not None:
+        record = resolve(method)
+        found = _of(record)
+        if not found:
+            raise SettingsError(
+                f"method {method!r} offers no kernels; without a method all that are installed are taken"
+            )
+        return found, []
+    found, failed = _core(), []
+    for record in list_methods():
+        if record.plugin is None:
+            failed.append(f"{record.label} is {record.status}: {record.reason}")
+            continue
+        try:
+            found += _of(record)
+        except VQError as error:
+            failed.append(str(error))
+    return found, failed
+
+
+def offers_of(manager: pluggy.PluginManager, name: str) -> Sequence[KernelOffer]:
+    """What a method's ``vq_kernels`` returns, checked; empty where it has none.
+
+    Raises:
+        PluginError: it fails, or returns anything but offers.
+    """
+    try:
+        found: Any = manager.hook.vq_kernels()
+    except VQError:
+        raise
+    except Exception as error:  # whatever a stranger's code raises becomes one typed error that names it
+        raise PluginError(f"method {name!r}: vq_kernels failed with {type(error).__name__}: {error}") from error
+    if found is None:
+        return ()
+    if not isinstance(found, Sequence) or not all(isinstance(offer, KernelOffer) for offer in found):
+        what = [type(offer).__name__ for offer in found] if isinstance(found, list | tuple) else type(found).__name__
+        raise PluginError(f"method {name!r}: vq_kernels must return a sequence of KernelOffer objects, it gave {what}")
+    return found
+
+
+def _of(record: MethodRecord) -> list[Offered]:
+    kernels: dict[Kernel, None] = {}  # each once, in the order of the offers
+    for offer in offers_of(make_manager(record.plugin, record.label), record.label):
+        kernels.update(dict.fromkeys(offer.kernels))
+    return [Offered(record.name, f"{record.distribution} {record.version}", kernel) for kernel in kernels]
+
+
+def _core() -> list[Offered]:
+    import vq_core
+    from vq_core.kernels.standard.bits import KERNELS
+
+    return [Offered(CORE, f"vq-core {vq_core.__version__}", kernel) for kernel in KERNELS]
