@@ -69,23 +69,10 @@ def _grid(count: Callable[[Call], int]) -> Callable[[Call], tuple[int, int, int]
     return lambda call: (-(-count(call) // THREADS), 1, 1)
 
 
-def _channels(D: int) -> int:
-    """Channels that a threadgroup takes: whole SIMD groups, 128 at most, D in equal parts."""
-    return math.ceil(math.ceil(D / 32) / math.ceil(D / 128)) * 32
-
-
-def _together(call: Call) -> int:
-    """Groups that a threadgroup takes: as many as its memory holds the words of."""
-    return 4 if _words(call) <= 8 else 1
-
-
-def _key_threads(call: Call) -> tuple[int, int, int]:
-    return (_channels(call.shapes["x"][3]) * _together(call), 1, 1)
-
-
-def _key_tiles(call: Call) -> tuple[int, int, int]:
+def _tiles(call: Call) -> tuple[int, int, int]:
+    """Threadgroups of 32 channels of 4 groups of tokens."""
     B, H, n, D = call.shapes["x"]
-    return (B * H * -(-(n // call.numbers["size"]) // _together(call)) * -(-D // _channels(D)), 1, 1)
+    return (B * H * -(n // call.numbers["size"] // -4) * -(D // -32), 1, 1)
 
 
 def _groups(call: Call) -> int:
@@ -165,8 +152,8 @@ def _packer(side: Side) -> Kernel:
         },
         parameters={"T": DTYPES, "M": ("float16", "float32"), "bits": BITS},
         numbers=("size",),
-        threads=_key_threads if side == "keys" else _threads,
-        threadgroups=_key_tiles if side == "keys" else _grid(_sixteenths),
+        threads=_threads,
+        threadgroups=_tiles if side == "keys" else _grid(_sixteenths),
         equals=packed(side),
         cases=packing_cases(side),
         check=_check_keys if side == "keys" else _check_packing,

@@ -103,23 +103,21 @@ KEY = "float(x[first + (c + uint(t)) * D])"
 PACK_KEYS = (
     """
 // x (B, H, n, D) -> codes (B, H, D, n * bits / 32), scale and zero (B, H, D, n / group).
-// A threadgroup takes up to 128 channels of several neighbouring groups: a lane a channel. The store runs along tokens,
-// so what the lanes made is turned in threadgroup memory and written in runs.
-VQ_SHARED(uint, tile, 4224);
-VQ_SHARED(float, steps, 512);
-VQ_SHARED(float, lows, 512);
-const uint heads = uint(x_shape[0]) * uint(x_shape[1]), n = x_shape[2], D = x_shape[3], groups = n / size;
-const uint across = (D + 127u) / 128u, channels = ((D + 31u) / 32u + across - 1u) / across * 32u;
-const uint threads = threads_per_threadgroup.x, together = threads / channels;
-const uint along = (groups + together - 1u) / together;
+// A threadgroup takes 32 channels of 4 neighbouring groups: a lane a channel, a SIMD group a group. The store runs
+// along tokens, so what they made is turned in threadgroup memory and written in runs.
+VQ_SHARED(uint, tile, 512 * bits + 32);
+VQ_SHARED(float, steps, 128);
+VQ_SHARED(float, lows, 128);
+const uint heads = uint(x_shape[0]) * uint(x_shape[1]), n = x_shape[2], D = x_shape[3];
+const uint groups = n / size, across = (D + 31u) / 32u, along = (groups + 3u) / 4u;
 const uint b = threadgroup_position_in_grid.x, above = b / across, h = above / along;
-const uint d0 = (b - above * across) * channels, g0 = (above - h * along) * together;
-const uint thread = thread_index_in_threadgroup, member = thread / channels, own = thread - member * channels;
-const uint first = (h * n + min(g0 + member, groups - 1u) * size) * D + min(d0 + own, D - 1u);
+const uint d0 = (b - above * across) * 32u, g0 = (above - h * along) * 4u;
+const uint thread = thread_index_in_threadgroup, lane = thread & 31u, member = thread / 32u;
+const uint first = (h * n + min(g0 + member, groups - 1u) * size) * D + min(d0 + lane, D - 1u);
 """
     + KEYS_RANGE
     + """
-const uint words = size * uint(bits) / 32u, run = together * words;
+const uint words = size * uint(bits) / 32u, stride = 4u * words + 1u;
 for (uint c = 0u; c < size; c += 32u) {
 """
     + _words(32, KEY, "bits")
@@ -127,22 +125,22 @@ for (uint c = 0u; c < size; c += 32u) {
   VQ_UNROLL
   for (int k = 0; k < bits; ++k) {
     const uint one = word[k];
-    tile[own * (run + 1u) + member * words + c / 32u * uint(bits) + uint(k)] = one;
+    tile[lane * stride + member * words + c / 32u * uint(bits) + uint(k)] = one;
   }
 }
-steps[own * together + member] = step;
-lows[own * together + member] = low;
+steps[lane * 4u + member] = step;
+lows[lane * 4u + member] = low;
 threadgroup_barrier(mem_flags::mem_threadgroup);
-const uint held = min(groups - g0, together) * words;
-for (uint k = thread; k < channels * run; k += threads) {
-  const uint d = k / run, place = k - d * run, out = ((h * D + d0 + d) * groups + g0) * words + place;
-  if (d0 + d < D && place < held) codes[out] = tile[d * (run + 1u) + place];
+const uint run = min(groups - g0, 4u) * words;
+for (uint k = thread; k < 128u * words; k += 128u) {
+  const uint d = k / (4u * words), place = k - d * 4u * words;
+  if (d0 + d < D && place < run) codes[((h * D + d0 + d) * groups + g0) * words + place] = tile[d * stride + place];
 }
-const uint d = thread / together, g = g0 + (thread - d * together);
-if (d0 + d < D && g < groups) {
+const uint d = d0 + thread / 4u, g = g0 + (thread & 3u);
+if (d < D && g < groups) {
   const float kept = steps[thread], base = lows[thread];
-  scale[(h * D + d0 + d) * groups + g] = M(kept);
-  zero[(h * D + d0 + d) * groups + g] = M(base);
+  scale[(h * D + d) * groups + g] = M(kept);
+  zero[(h * D + d) * groups + g] = M(base);
 }
 """
 )
