@@ -18,7 +18,6 @@ return a - b;
 inline float vq_div(float a, float b) { return metal::precise::divide(a, b); }
 VQ_FN float kivi_rounded(float v) { return float(half(v)); }
 VQ_FN float kivi_low(float a, float b) { return a != a ? a : (b < a || b != b ? b : a); }
-VQ_FN float kivi_high(float a, float b) { return a != a ? a : (b > a || b != b ? b : a); }
 VQ_RARE uint kivi_exact(float v, float base, float step, float levels) {
 return uint(min(max(rint(vq_div(vq_sub(v, base), step)), 0.0f), levels));
 }

@@ -1,3 +1,5 @@
+#define VQ_LOCAL(T, name, n) T name[n]
+#define VQ_UNROLL _Pragma("clang loop unroll(full)")
 inline float vq_mul(float a, float b) {
 #pragma METAL fp contract(off)
 return a * b;
@@ -19,16 +21,23 @@ template <typename M, int bits>
   uint3 thread_position_in_grid [[thread_position_in_grid]]) {
 const uint size = run_numbers[0]; const uint head_dim = run_numbers[1];
 const uint heads = uint(codes_shape[0]) * uint(codes_shape[1]), D = codes_shape[2], words = codes_shape[3];
-const uint n = words * 32u / uint(bits), groups = scale_shape[3], total = heads * n * D;
+const uint parts = words / uint(bits), groups = scale_shape[3], total = heads * parts * D;
 const uint i = thread_position_in_grid.x;
 if (i < total) {
-const uint d = i % D, t = i / D % n, row = i / D / n * D + d;
-const uint bit = t * uint(bits), place = row * words + bit / 32u, shift = bit % 32u;
-uint q = codes[place] >> shift;
-if (shift + uint(bits) > 32u) q |= codes[place + 1u] << (32u - shift);
+const uint above = i / D, d = i - above * D, h = above / parts, part = above - h * parts;
+const uint row = h * D + d, group = row * groups + part / (parts / groups), place = row * words + part * uint(bits);
+const float step = float(scale[group]), base = float(zero[group]);
+VQ_LOCAL(uint, word, bits);
+VQ_UNROLL
+for (int k = 0; k < bits; ++k) word[k] = codes[place + uint(k)];
+VQ_UNROLL
+for (int t = 0; t < 32; ++t) {
+const int at = t * bits;
+uint q = uint(word[at / 32]) >> uint(at % 32);
+if (at % 32 + bits > 32) q |= uint(word[at / 32 + 1]) << uint(32 - at % 32);
 q &= (1u << bits) - 1u;
-const uint group = row * groups + t / (n / groups);
-x[i] = vq_add(vq_mul(float(q), float(scale[group])), float(zero[group]));
+x[(above * 32u + uint(t)) * D + d] = vq_add(vq_mul(float(q), step), base);
+}
 }
 
 }
