@@ -344,6 +344,8 @@ def test_lists_within_lists_without_end(tmp_path: Path) -> None:
 def test_a_long_fingerprint_is_not_repeated_in_full() -> None:
     from vq_core.hosts.mlx_lm.fingerprint import differences, fingerprint
 
+    from .models import build
+
     now = fingerprint(build("llama"))
     (said,) = differences(now | {"class": "x" * 10**6}, now)
     assert "saved with another model: class 'xxx" in said and len(said) < 400
