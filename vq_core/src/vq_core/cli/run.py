@@ -86,25 +86,30 @@ def run(
         named = _named(given)
         drafting = _drafts(command, given)
         with compress_loaded(refused=_stop(named) if named else None, drafting=drafting, **options) as loaded:
+            failure: Exception | None = None
+            ended = False
             try:
                 module.main()
+                ended = True
             except (VQError, EOFError, BrokenPipeError):
                 raise  # an end of input is typer's to tell, and who closes a pipe has read enough
             except KeyboardInterrupt:
-                if loaded.total >= named or not loaded.errors:
+                if loaded.complete >= named or not loaded.errors:
                     raise
             except Exception as error:
-                if "support batching" not in str(error):
-                    raise _failed(command, error) from error
+                failure = error
+            finally:
+                packed = _report(loaded, max(named, 1), ended)
+            if failure is not None and "support batching" in str(failure):
                 raise HostError(
                     f"mlx-lm's {command} puts several requests into one batch, which packed caches cannot form yet: "
                     "have it take one at a time (a batch size of 1)"
-                ) from error
-            finally:
-                packed = _report(loaded, max(named, 1))
-            if loaded.errors and loaded.total < max(named, 1):
-                first = loaded.errors[0][1]
-                raise first if isinstance(first, VQError) else _failed(command, first)
+                ) from failure
+            first = loaded.errors[0][1] if loaded.errors and loaded.complete < max(named, 1) else None
+            if isinstance(first, VQError):
+                raise first
+            if failure is not None or first is not None:
+                raise _failed(command, failure or first)
     finally:
         sys.argv = before
     if command in ONE_CACHE and not packed:
@@ -179,14 +184,14 @@ def _stop(named: int) -> Callable[[Loaded], None]:
     """End a server one of whose own models was refused; it loads them in a thread, and would go on without."""
 
     def stop(loaded: Loaded) -> None:
-        if threading.current_thread() is not threading.main_thread() and loaded.total < named:
+        if threading.current_thread() is not threading.main_thread() and loaded.complete < named:
             _thread.interrupt_main()
             raise SystemExit(2)  # of the thread, without a traceback; the main thread tells the error
 
     return stop
 
 
-def _failed(command: str, error: BaseException) -> typer.Exit:
+def _failed(command: str, error: BaseException | None) -> typer.Exit:
     """Say in one line what mlx-lm's command, or a model's files, raised; the exit to raise for it."""
     if os.environ.get("VQ_DEBUG") == "1":
         traceback.print_exception(error)
@@ -196,11 +201,12 @@ def _failed(command: str, error: BaseException) -> typer.Exit:
     return typer.Exit(FAILED)
 
 
-def _report(loaded: Loaded, needed: int) -> bool:
+def _report(loaded: Loaded, needed: int, ended: bool) -> bool:
     """Print what the caches made last hold; whether any model has packed a token."""
     from rich.console import Console
 
     from vq_core.cli.printing import print_notes, print_report
+    from vq_core.errors import VQError
 
     console = Console(stderr=True)
     reports: list[tuple[str, Any]] = loaded.reports()
@@ -208,10 +214,11 @@ def _report(loaded: Loaded, needed: int) -> bool:
         console.print(f"\n{name}, the caches made last", markup=False, highlight=False, soft_wrap=True)
         print_report(console, report, [])
     print_notes(console, loaded.notes())
-    for name, error in loaded.errors if loaded.total >= needed else []:  # else the error itself is on its way
-        _say(f"{name} was not compressed: {' '.join(str(error).split())}")
+    for name, error in loaded.errors if loaded.complete >= needed else []:  # else the error itself is on its way
+        what = "compressed" if isinstance(error, VQError) else "loaded"
+        _say(f"{name} was not {what}: {' '.join(str(error).split())}")
     packed = any(report.packed for _, report in reports)
-    if not packed and any(r.tokens for _, report in reports for r in report.packed_layers):
+    if ended and not packed and any(r.tokens for _, report in reports for r in report.packed_layers):
         _say("no token was packed; see the notes of the report")
     return packed
 

@@ -34,6 +34,7 @@ class Loaded:
         handles: Models as (name, handle), in the order of loading, without those that were dropped before another
             one was loaded.
         total: Models that were compressed, those included that were dropped.
+        complete: Those of them whose tokenizer was loaded too.
     """
 
     policy: CachePolicy
@@ -41,6 +42,7 @@ class Loaded:
     files: list[list[Any]] = attrs.Factory(list)
     handles: list[tuple[str, CompressedModel]] = attrs.Factory(list)
     total: int = 0
+    complete: int = 0
 
     def reports(self) -> list[tuple[str, ModelReport]]:
         """Of each model's caches made last; of those read from a file, where the model has made none since."""
@@ -127,6 +129,11 @@ def compress_loaded(
         loaded.total += 1
         return model, config
 
+    def load_complete(*args: Any, **kwargs: Any) -> Any:
+        found = load(*args, **kwargs)
+        loaded.complete += 1
+        return found
+
     def noting(loader: Callable[..., Any]) -> Callable[..., Any]:
         """Some commands call the inner one of the two loaders, some the outer one, which calls the inner."""
 
@@ -157,7 +164,7 @@ def compress_loaded(
     with contextlib.ExitStack() as stack:
         stack.callback(loaded._undo)
         stack.enter_context(_replaced("load_model", load_model, noting(load_compressed)))
-        stack.enter_context(_replaced("load", load, noting(load)))
+        stack.enter_context(_replaced("load", load, noting(load_complete)))
         stack.enter_context(_replaced("speculative_generate_step", speculate, speculate_checked))
         stack.enter_context(_replaced("load_prompt_cache", load_prompt_cache, load_file))
         yield loaded
