@@ -164,3 +164,14 @@ def test_a_model_that_cannot_be_loaded_is_noted(folder: Path, tmp_path: Path) ->
             mlx_lm.load(str(tmp_path))
         assert loaded.errors == [("/no/such", unknown.value), (str(tmp_path), damaged.value)] and told == [1, 2]
     assert (utils.load, utils.load_model) == before and mlx_lm.load is before[0]
+
+
+def test_an_interrupt_while_loading_is_no_error_of_the_model(folder: Path, monkeypatch: Any) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(utils, "load_model", interrupted)
+    with compress_loaded(method="identity") as loaded:
+        with pytest.raises(KeyboardInterrupt):
+            mlx_lm.load(str(folder))
+        assert (loaded.errors, loaded.total, loaded.complete) == ([], 0, 0)

@@ -108,8 +108,8 @@ def run(
             first = loaded.errors[0][1] if loaded.errors and loaded.complete < max(named, 1) else None
             if isinstance(first, VQError):
                 raise first
-            if failure is not None or first is not None:
-                raise _failed(command, failure or first)
+            if (reason := failure or first) is not None:
+                raise _failed(command, reason)
     finally:
         sys.argv = before
     if command in ONE_CACHE and not packed:
@@ -191,7 +191,7 @@ def _stop(named: int) -> Callable[[Loaded], None]:
     return stop
 
 
-def _failed(command: str, error: BaseException | None) -> typer.Exit:
+def _failed(command: str, error: Exception) -> typer.Exit:
     """Say in one line what mlx-lm's command, or a model's files, raised; the exit to raise for it."""
     if os.environ.get("VQ_DEBUG") == "1":
         traceback.print_exception(error)

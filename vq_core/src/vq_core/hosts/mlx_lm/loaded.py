@@ -38,7 +38,7 @@ class Loaded:
     """
 
     policy: CachePolicy
-    errors: list[tuple[str, BaseException]] = attrs.Factory(list)
+    errors: list[tuple[str, Exception]] = attrs.Factory(list)
     files: list[list[Any]] = attrs.Factory(list)
     handles: list[tuple[str, CompressedModel]] = attrs.Factory(list)
     total: int = 0
@@ -140,7 +140,7 @@ def compress_loaded(
         def run(name: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return loader(name, *args, **kwargs)
-            except BaseException as error:
+            except Exception as error:  # an interrupt says nothing of the model
                 if not any(known is error for _, known in loaded.errors):
                     loaded.errors.append((str(name), error))
                     if refused is not None:
