@@ -121,12 +121,17 @@ class KVCache(native.KVCache):  # type: ignore[misc]
     """Somebody else's class, of the name of mlx-lm's."""
 
 
+class Ours(PackedKVCache):
+    """Somebody else's, made of ours: what it adds would be lost."""
+
+
 @pytest.mark.parametrize(
     ("caches", "said"),
     [
         ([KVCache()], r"test_saved\.KVCache are not known; known are PackedKVCache"),
         ([native.BatchKVCache([0, 0])], r"mlx_lm\.models\.cache\.BatchKVCache are not known"),
         ([object()], "object are not known"),
+        ([Ours(method="kivi")], r"test_saved\.Ours are not known"),
         ([native.CacheList(native.KVCache(), KVCache())], "not known"),
         ([], "at least one cache"),
         (None, "at least one cache"),

@@ -339,3 +339,13 @@ def test_lists_within_lists_without_end(tmp_path: Path) -> None:
         vq_core.save_cache(tmp_path / "a", [cache])
     vq_core.save_cache(tmp_path / "a", [cache.caches[0]])
     assert content(vq_core.load_cache(tmp_path / "a")[0]) == content(cache.caches[0])
+
+
+def test_a_long_fingerprint_is_not_repeated_in_full() -> None:
+    from vq_core.hosts.mlx_lm.fingerprint import differences, fingerprint
+
+    from .models import build
+
+    now = fingerprint(build("llama"))
+    (said,) = differences(now | {"class": "x" * 10**6}, now)
+    assert "saved with another model: class 'xxx" in said and len(said) < 400

@@ -143,6 +143,11 @@ def test_a_layer_with_a_method_of_its_own_is_packed(compress: Any, generate: Any
     assert "kivi:bits=8" in handle.report().layers[1].report.keys
 
 
+def test_sink_tokens_asked_of_a_window_are_refused(compress: Any) -> None:
+    with pytest.raises(SettingsError, match=r"sink_tokens=4 has no effect in layer 1.*window of 32.*entry 1"):
+        compress(build("llama_windows"), layers={1: {"method": "kivi:bits=8", "sink_tokens": 4}})
+
+
 def test_what_is_asked_of_windows_is_checked(compress: Any) -> None:
     model = build("llama_windows")
     with pytest.raises(SettingsError, match="windows must be one of auto, packed, native; got 'all'"):
@@ -171,4 +176,5 @@ def test_full_layers_keep_their_sink_tokens(compress: Any, generate: Any) -> Non
     caches = handle.make_cache()
     generate(model, prompt(200), steps=2, prompt_cache=caches)
     assert [c.policy.sink_tokens for c in caches] == [8, 0, 0, 8]
+    assert "no sink tokens in layers 1, 2: the first tokens leave a sliding window" in handle.report().notes
     assert all(isinstance(c, PackedKVCache) and not isinstance(c, KVCache) for c in caches)

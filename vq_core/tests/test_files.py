@@ -345,3 +345,28 @@ def test_saves_that_are_killed(path: Path) -> None:
     assert found["kills"] == KILLS and found["whole"] and found["saved"]
     assert found["inside"] >= KILLS // 5, "too few of the kills fell inside a write for this to mean anything"
     assert found["most"] == 1 and found["left"] == 0
+
+
+def test_a_name_given_twice_among_many_is_found_at_once() -> None:
+    """A file of many names must not take time that grows with their square: counted in comparisons, not seconds."""
+    compared = 0
+
+    class Name(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)  # type: ignore[arg-type]
+
+        __hash__ = str.__hash__
+
+    pairs = [(Name(f"n{i}"), 0) for i in range(2000)]
+    with pytest.raises(FormatError, match="'n1999' is given twice"):
+        jsontext._once([*pairs, (Name("n1999"), 1)])
+    assert compared < 20_000
+
+
+def test_an_empty_tensor_s_other_lengths_are_bounded() -> None:
+    entry = {"dtype": "F32", "shape": [1, 0, 2**31 - 1, 2**31 - 1], "data_offsets": [0, 0]}
+    with pytest.raises(FormatError, match="lengths other than 0 multiply to more than"):
+        tensors._tensor("x", entry)
+    assert tensors._tensor("x", entry | {"shape": [1, 0, 2**31 - 1]})[1] == (1, 0, 2**31 - 1)

@@ -22,6 +22,9 @@ from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
 from vq_core.plugins.binding import BoundSide, bind
 from vq_core.plugins.registry import resolve
 
+EVERYTHING = 2**31
+"""A residual window that nothing leaves."""
+
 
 class PackedKVCache:
     """A KV cache of one layer that keeps packed codes at rest, with mlx-lm's cache protocol.
@@ -95,7 +98,7 @@ class PackedKVCache:
                 raise SettingsError("sink_tokens has no effect in a sliding window: the first tokens leave it; give 0")
         self.policy, self.sliding = policy, sliding
         self.layer, self._rope, self._model, self._strict = layer, rope, model, strict
-        self._strict_lengths = strict_lengths
+        self._strict_lengths, self._flushes = strict_lengths, True
         self._history: History | None = None
         self.reads = ReadCount()
 
@@ -124,7 +127,12 @@ class PackedKVCache:
                 layer=self.layer if facts and facts.per_layer else None, rope=self._rope, model=self._model,
             )  # fmt: skip
             sides.append(bind(choice, ctx, self.policy.fallback))
-        return History(sides[0], sides[1], self.policy.residual, self.policy.sink_tokens, rows, self.sliding)
+        residual = self.policy.residual if self._flushes else EVERYTHING
+        return History(sides[0], sides[1], residual, self.policy.sink_tokens, rows, self.sliding)
+
+    def hold_all(self) -> None:
+        """Pack nothing, whatever comes: for a trial run, in which a method must not look at numbers."""
+        self._flushes = False
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append tokens and return all of them, tagged so that attention finds the packed codes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, NoReturn
 
 from vq_core.errors import FormatError
@@ -98,8 +99,8 @@ def shown(value: Any) -> str:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise FormatError(f"{shown(next(n for n in names if names.count(n) > 1))} is given twice")
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise FormatError(f"{shown(twice)} is given twice")
     return found
 
 

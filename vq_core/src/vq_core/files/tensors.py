@@ -34,6 +34,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PLAIN = {1: (mx.uint8, np.uint8), 2: (mx.uint16, np.uint16), 4: (mx.uint32, np.uint32), 8: (mx.uint64, np.uint64)}
 """By size, what any dtype can be seen as; not as bytes, of which 2 GiB would be more than MLX can count."""
 _ZERO = "0" * 64
+_MOST = 2**40
+"""Numbers that a shape may count, an empty one's other lengths too: beyond it numpy and MLX fail in their own ways."""
 _PIECE = 2**24
 
 
@@ -188,8 +190,11 @@ class Reader:
                 done += got
             if dtype == "BOOL" and data.size and data.max() > 1:
                 raise FormatError(f"tensor {shown(name)} has bytes that are neither true nor false")
-            plain = data.view(_PLAIN[DTYPES[dtype].size][1]).reshape(shape)
-            found[name] = mx.array(plain).view(DTYPES[dtype]) if data.size else mx.zeros(shape, DTYPES[dtype])
+            if data.size:
+                plain = data.view(_PLAIN[DTYPES[dtype].size][1]).reshape(shape)
+                found[name] = mx.array(plain).view(DTYPES[dtype])
+            else:
+                found[name] = mx.zeros(shape, DTYPES[dtype])
             mx.eval(found[name])
         if digest.hexdigest() != header.data_sha256:
             raise FormatError("the tensors' bytes are not those that were saved: the file is damaged")
@@ -278,6 +283,8 @@ def _tensor(name: str, value: Any) -> tuple[str, tuple[int, ...], int]:
     shape = tuple(jsontext.wholes(entry["shape"], f"the shape of {what}"))
     if len(shape) > 8:
         raise FormatError(f"{what} has {len(shape)} axes; at most 8 are read")
+    if math.prod(n for n in shape if n) > _MOST:
+        raise FormatError(f"{what} has the shape {shape}: its lengths other than 0 multiply to more than {_MOST}")
     offsets = entry["data_offsets"]
     if not isinstance(offsets, list) or len(offsets) != 2:
         raise FormatError(f"the place of {what} must be two numbers")

@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from vq_core.files.jsontext import shown
+
 SAMPLED, ROWS, COLUMNS = 64, 3, 16
 
 
@@ -46,7 +48,7 @@ def _sample(array: mx.array) -> mx.array:
 
 def differences(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What tells two models apart, in words."""
-    plain = [f"{name} {was.get(name)!r}, the model's is {now[name]!r}" for name in list(now)[:4]
+    plain = [f"{name} {shown(was.get(name))}, the model's is {shown(now[name])}" for name in list(now)[:4]
              if was.get(name) != now[name]]  # fmt: skip
     if not plain and was.get("shapes") != now["shapes"]:
         plain.append("names, shapes or dtypes of the parameters")

@@ -125,17 +125,28 @@ class CompressedModel:
             if asked and all(place.reason for place in found):
                 why = "; ".join(dict.fromkeys(place.reason for place in found))
                 raise SettingsError(f"layers: layer {layer} cannot be packed ({why}); leave {asked[0]} out of layers=")
+            own = self.policy.layers[asked[0]].sink_tokens if asked else 0  # type: ignore[union-attr]
+            if own and own != self.policy.default.sink_tokens and all(place.sliding for place in found):
+                raise SettingsError(
+                    f"layers: sink_tokens={own} has no effect in layer {layer}, a sliding window of {found[0].sliding} "
+                    f"tokens, which the first tokens leave; leave it out of the entry {asked[0]}"
+                )
 
-    def _fresh(self) -> list[Any]:
+    def _fresh(self, trial: bool = False) -> list[Any]:
         caches = self._native()
         for place in self._places:
             policy = self.policy.of(place.layer, self._count)
             if not place.reason and policy is not None:
-                place.put(caches, place.fresh(policy))
+                place.put(caches, place.fresh(policy, trial))
         return caches
 
     def _try_out(self, dense: Dense) -> None:
-        self._notes += try_out(self.model, self._places, self._fresh, dense)
+        self._notes += try_out(self.model, self._places, lambda: self._fresh(trial=True), dense)
+        without = [str(place.layer) for place in self._places if place.sliding and not place.reason]
+        if self.policy.default.sink_tokens and without:
+            self._notes.append(
+                f"no sink tokens in layers {', '.join(without)}: the first tokens leave a sliding window"
+            )
 
     def _entry(self, place: Place, made: Made) -> LayerEntry:
         if place.reason:

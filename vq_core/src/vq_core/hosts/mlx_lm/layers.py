@@ -40,6 +40,7 @@ class Place:
         strict: Whether what ours returns needs no dense side.
         strict_lengths: For chunks of these lengths alone; ``None``: of any length.
         dense: Why ours is read densely; empty where attention reads it.
+        sliding: Tokens of the window, where ours would be a sliding one.
         settle: After the trial run, given our cache there: why the place rather keeps the model's own, or nothing.
     """
 
@@ -52,6 +53,7 @@ class Place:
     strict: bool = False
     strict_lengths: tuple[int, ...] | None = None
     dense: str = ""
+    sliding: int | None = None
     settle: Callable[[Any], str] | None = None
 
     @property
@@ -59,10 +61,12 @@ class Place:
         """For messages."""
         return f"layer {self.layer}" + ("" if self.child is None else f", cache {self.child}")
 
-    def fresh(self, policy: LayerPolicy) -> Any:
-        """An empty cache of ours for this place."""
+    def fresh(self, policy: LayerPolicy, trial: bool = False) -> Any:
+        """An empty cache of ours for this place; for a trial run one that packs nothing."""
         assert self.make is not None
         cache = self.make(self, policy)
+        if trial:
+            cache.hold_all()
         if self.shape is not None:
             cache.prepare_for(**self.shape)
         return cache
@@ -146,11 +150,11 @@ def _sliding_window(cache: Any, place: Place, windows: Windows) -> Maker | None:
     if type(cache) is not RotatingKVCache or cache.keep or windows == "native":
         return None
     place.settle = lambda ours: why_not(ours, windows)
-    window = cache.max_size
+    place.sliding = cache.max_size
 
     def make(place: Place, policy: LayerPolicy) -> PackedKVCache:
         # The first tokens leave a sliding window, so sink tokens are for the other layers.
-        return _ours(place, attrs.evolve(policy, sink_tokens=0), window)
+        return _ours(place, attrs.evolve(policy, sink_tokens=0), place.sliding)
 
     return make
 

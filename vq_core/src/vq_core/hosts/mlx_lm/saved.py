@@ -120,7 +120,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 
 def _entry(cache: Any, name: str, arrays: dict[str, mx.array], depth: int = 0) -> dict[str, Any]:
     kind = type(cache).__name__
-    if isinstance(cache, PackedKVCache):
+    if type(cache) is PackedKVCache:
         description, held = describe(cache)
         arrays |= {f"{name}.{key}": array for key, array in held.items()}
         return {"class": "PackedKVCache", "name": name, "state": description}

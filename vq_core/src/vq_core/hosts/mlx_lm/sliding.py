@@ -37,14 +37,14 @@ def why_not(cache: Any, windows: Windows) -> str:
 
 def worst_bytes(cache: Any) -> tuple[int, int]:
     """Bytes of a full window of one sequence: the most that ours holds, and what mlx-lm's ring does."""
-    history, window = cache._history, cache.sliding
+    history, window, residual = cache._history, cache.sliding, cache.policy.residual
     ctx = history.bound["keys"].ctx
     itemsize = getattr(mx, ctx.dtype).size
     token = ctx.kv_heads * (ctx.key_dim + ctx.value_dim) * itemsize
-    ours = token * (history.residual + history.block - 1)
+    ours = token * (residual + history.block - 1)
     for bound in history.bound.values():
         page = bound.layout.page
-        packed = max(0, window + history.unit - 1 - history.residual)
+        packed = max(0, window + history.unit - 1 - residual)
         pages = -(-packed // page) + spare_allowed(packed) // page
         ours += bound.ctx.kv_heads * pages * sum(field.nbytes for field in bound.layout.paged)
         ours += bound.ctx.kv_heads * sum(field.nbytes for field in bound.layout.sequence)
