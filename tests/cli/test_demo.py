@@ -65,6 +65,7 @@ def test_the_table(made: Any, capsys: Any, monkeypatch: Any) -> None:
     [
         (("--method", "nothing"), "unknown method"),
         (("--method", "kivi:bits=5"), "bits"),
+        (("--max-tokens", "100000"), "100000 new tokens do not fit: the demo's prompt has 1848, the model's context h"),
         (("--scored", "10000000"), "scores 1 to"),
     ],
 )

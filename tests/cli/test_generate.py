@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from vq_core.errors import SettingsError
 
 TEXT = "It is a truth universally acknowledged, that a cache in want of memory must be packed. " * 2
 TOKENS = len(TEXT)
@@ -151,7 +155,13 @@ def test_bytes_that_are_no_text(folder: Path, vq: Vq) -> None:
 
 @pytest.mark.parametrize(
     ("model", "said"),
-    [("/no/such/folder", "no such folder"), ("nobody/no-such-model", "cannot load"), (".", "cannot load")],
+    [
+        ("/no/such/folder", "no such folder"),
+        ("nobody/no-such-model", "cannot load"),
+        (".", "cannot load"),
+        ("", "name is empty"),
+        (" ", "name is empty"),
+    ],
 )
 def test_a_model_that_is_not_there(model: str, said: str, vq: Vq, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
@@ -188,3 +198,56 @@ def test_as_users_run_it(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "kivi:bits=2,group_size=32" in done.stdout and "…" not in done.stdout
     assert max(map(len, done.stdout.splitlines()[3:])) <= 80
+
+
+@pytest.mark.parametrize("length", [50.5, "many", float("inf")])
+def test_a_configuration_that_a_library_refuses(length: Any, folder: Path, vq: Vq, tmp_path: Path) -> None:
+    """The hub's library raises an error of its own kind for it."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": length}))
+    for given in ((model,), (folder, "--draft-model", model)):
+        status, out, err = vq("generate", *given, "-p", TEXT, "--method", "kivi")
+        assert (status, out) == (2, "") and err.count("\n") == 1
+        assert err.startswith(f"vq: mlx-lm cannot load '{model}': ") and "max_position_embeddings" in err
+
+
+def test_whatever_loading_raises(folder: Path, vq: Vq, monkeypatch: Any) -> None:
+    import mlx_lm
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise raised
+
+    monkeypatch.setattr(mlx_lm, "load", broken)
+    raised: BaseException = Exception("two\nlines")
+    status, out, err = vq("generate", folder, "-p", TEXT, "--method", "kivi")
+    assert (status, out, err) == (2, "", f"vq: mlx-lm cannot load '{folder}': Exception: two lines\n")
+    raised = KeyboardInterrupt()
+    assert vq("generate", folder, "-p", TEXT, "--method", "kivi")[0] == 130
+    raised = SettingsError("said already")
+    assert vq("generate", folder, "-p", TEXT, "--method", "kivi") == (2, "", "vq: said already\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("list-methods",), ("info", "kivi"), ("--version",), ("generate", "{folder}", "-p", TEXT, "--method", "kivi")],
+    ids=lambda given: given[0],
+)
+def test_output_that_cannot_be_written(arguments: Any, folder: Path) -> None:
+    """At once, or when Python ends and would write what is left."""
+    given = [str(folder) if argument == "{folder}" else argument for argument in arguments]
+    with open(os.devnull, "rb") as unwritable:  # as a disk that is full, on every system
+        done = subprocess.run(
+            [sys.executable, "-m", "vq_core", *given], stdout=unwritable, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert done.returncode == 1
+    assert done.stderr == "vq: reading or writing failed: [Errno 9] Bad file descriptor\n"
+
+
+def test_a_reader_that_has_read_enough(folder: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "vq_core", "generate", str(folder), "-p", TEXT, "--method", "kivi"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")

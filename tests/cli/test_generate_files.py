@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import vq_core
+from vq_core.hosts.mlx_lm.saved import read_metadata
 
 TEXT = "It is a truth universally acknowledged, that a cache in want of memory must be packed. " * 2
 METHOD = ("--method", "kivi:bits=8", "--residual", 16)
@@ -116,6 +120,7 @@ def test_a_saved_cache_of_other_settings(folder: Path, folders: dict[str, Path],
     assert file.read_bytes() == before
 
 
+DEEP = '{"a": ' + "[" * 40 + "]" * 40 + "}"
 BAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "no prompt": ((), "either --prompt TEXT or --prompt-file FILE"),
     "two prompts": (("-p", "a", "--prompt-file", "x"), "either --prompt TEXT or --prompt-file FILE"),
@@ -130,11 +135,20 @@ BAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "loading what is no cache": (("-p", "a", "--load-cache", "{tmp}/bytes"), ""),
     "a draft of another vocabulary": (("-p", "a", "--draft-model", "demo"), "another vocabulary"),
     "a draft that is not there": (("-p", "a", "--draft-model", "/no/such"), "no such folder"),
+    "a model without a name": (("-p", "a", "--draft-model", ""), "the model's name is empty"),
+    "a number of draft tokens alone": (("-p", "a", "--num-draft-tokens", 3), "--num-draft-tokens is for --draft-model"),
     "a draft's method alone": (("-p", "a", "--draft-method", "kivi"), "--draft-method is for --draft-model"),
     "a draft's method unknown": (("-p", "a", "--draft-model", "x", "--draft-method", "none"), "unknown method"),
     "no place for a system prompt": (("-p", "a", "--system-prompt", "b"), "no chat template"),
     "ignored and given": (("-p", "a", "--system-prompt", "b", "--ignore-chat-template"), "leaves no place"),
-    "template arguments no JSON": (("-p", "a", "--chat-template-config", "{{"), "is not JSON"),
+    "template arguments no JSON": (("-p", "a", "--chat-template-config", "{{"), "is not valid JSON"),
+    "template arguments without end": (("-p", "a", "--chat-template-config", "[" * 100000), "nested too deeply"),
+    "template arguments too deep": (("-p", "a", "--chat-template-config", DEEP), "nested deeper than 32"),
+    "template arguments no number": (("-p", "a", "--chat-template-config", '{"a": NaN}'), "NaN is no number"),
+    "template arguments of no template": (("-p", "a", "--chat-template-config", '{"b": 1}'), "no chat template"),
+    "saving into a pipe": (("-p", "a", "--save-cache", "{tmp}/pipe"), "is a pipe, a device or a socket"),
+    "saving into a device": (("-p", "a", "--save-cache", "/dev/null"), "is a pipe, a device or a socket"),
+    "saving through a link, refused": (("-p", "", "--save-cache", "{tmp}/link"), "prompt is empty"),
     "template arguments no object": (("-p", "a", "--chat-template-config", "[1]"), "must be a JSON object"),
 }
 
@@ -143,12 +157,15 @@ BAD: dict[str, tuple[tuple[Any, ...], str]] = {
 def test_bad_input_is_one_line_and_exit_status_2(name: str, folder: Path, vq: Vq, tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     (tmp_path / "empty").write_bytes(b"")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
     arguments, said = BAD[name]
     given = [str(argument).replace("{tmp}", str(tmp_path)) for argument in arguments]
     status, out, err = vq("generate", folder, *METHOD, *given)
     assert (status, out) == (2, ""), err
     assert err.startswith("vq: ") and err.count("\n") == 1 and said in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "empty"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "empty", "link", "pipe"]
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_a_recurrent_model_takes_no_draft(folders: dict[str, Path], vq: Vq) -> None:
@@ -160,3 +177,27 @@ def test_a_prompt_beyond_the_context(folders: dict[str, Path], vq: Vq) -> None:
     status, out, err = vq("generate", folders["short"], *METHOD, "-p", TEXT * 2)
     assert (status, out) == (2, "") and err.count("\n") == 1
     assert f"the prompt makes {2 * len(TEXT)} tokens and the model's context holds 220" in err
+
+
+def test_saving_through_a_link_to_nothing_yet(folder: Path, vq: Vq, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("target")
+    run: tuple[Any, ...] = ("generate", folder, *METHOD, "--json", "-p")
+    read = made(vq(*run, TEXT, "--max-tokens", 0, "--save-cache", tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").is_file()
+    found = made(vq(*run, "a", "--max-tokens", 1, "--load-cache", tmp_path / "target"))
+    assert found["loaded_tokens"] == read["held_tokens"] == len(TEXT)
+
+
+@pytest.mark.parametrize("token", [257, 2**31, 10**30])
+def test_a_file_of_tokens_that_no_model_knows(token: int, folder: Path, vq: Vq, tmp_path: Path) -> None:
+    """A draft would read past the end of its embedding."""
+    file, bad = tmp_path / "c.vq", tmp_path / "bad.vq"
+    assert vq("generate", folder, *METHOD, "-p", TEXT, "--max-tokens", 0, "--save-cache", file)[0] == 0
+    facts = json.loads(read_metadata(file)["continuation"])
+    facts["tokens"] = [token] * len(TEXT)
+    vq_core.save_cache(bad, vq_core.load_cache(file), metadata={"continuation": json.dumps(facts)})
+    for draft in ((), ("--draft-model", folder)):
+        status, out, err = vq("generate", folder, *METHOD, "-p", "a", "--load-cache", bad, *draft)
+        assert (
+            (status, out) == (2, "") and err.count("\n") == 1 and f"the token {token}, and Model knows 0 to 256" in err
+        )

@@ -156,6 +156,8 @@ def here(monkeypatch: Any, capsys: Any, *arguments: Any) -> tuple[int, str, str]
         (("--method", "kivi", "--residual", "-1", "generate"), "residual"),
         (("--method", "kivi", "generate", "--kv-bits", "4"), "--kv-bits quantizes mlx-lm's own caches"),
         (("--method", "kivi", "server", "--kv-bits=4"), "--kv-bits quantizes mlx-lm's own caches"),
+        (("--method", "kivi", "generate", "--model", ""), "the model's name is empty"),
+        (("--method", "kivi", "server", "--draft-model="), "the model's name is empty"),
         (("--method", "kivi", "--", "cache_prompt", "--kv-b", "4"), "--kv-b quantizes mlx-lm's own caches"),
     ],
 )
@@ -164,10 +166,11 @@ def test_bad_input_is_one_line_and_exit_status_2(arguments: Any, said: str, monk
     assert (status, out) == (2, "") and err.count("\n") == 1 and err.startswith("vq: ") and said in err
 
 
-def test_a_method_that_keeps_rejected_tokens_takes_no_draft(monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize("option", ["--draft-model=x", "--draft=x", "--d=x"])
+def test_a_method_that_keeps_rejected_tokens_takes_no_draft(option: str, monkeypatch: Any, capsys: Any) -> None:
     with registered(load_plugin(Path(__file__).parent.parent / "methods" / "picky.py")):
         status, out, err = here(
-            monkeypatch, capsys, "--keys", "kivi", "--values", "picky:artifact=made", "generate", "--draft-model=x"
+            monkeypatch, capsys, "--keys", "kivi", "--values", "picky:artifact=made", "generate", option
         )
     assert (status, out) == (2, "") and "the method picky:artifact=made cannot drop packed tokens" in err
 
@@ -247,3 +250,70 @@ def test_the_model_that_ships_by_name(monkeypatch: Any, capsys: Any) -> None:
         "--max-tokens", 2,
     )  # fmt: skip
     assert status == 0 and err.count(str(MODEL_PATH)) == 2
+
+
+def test_a_window_takes_no_draft(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Be it the model's or the draft's, before the first token: mlx-lm would keep rejected tokens in it."""
+    sliding = save(tmp_path, "llama_windows")
+    for model, draft in ((folder, sliding), (sliding, folder)):
+        status, out, err = here(
+            monkeypatch, capsys, *METHOD, "generate", "--model", model, "--draft", draft, "--prompt", HEAD,
+        )  # fmt: skip
+        assert (status, out) == (2, "") and "a text may overrun" in err.splitlines()[-1] and "Traceback" not in err
+        assert str(sliding) in err.splitlines()[-1] and err.count("vq: ") == 1
+
+
+def test_what_mlx_lm_raises_is_one_line(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    (tmp_path / "empty.safetensors").write_bytes(b"")
+    for given in (
+        ("generate", "--model", folder, "--prompt-cache-file", tmp_path / "empty.safetensors", "--prompt", "a"),
+        ("generate", "--model", "/no/such", "--prompt", "a"),
+        ("cache_prompt", "--model", folder, "--prompt", "a", "--prompt-cache-file", tmp_path / "no" / "file"),
+    ):
+        status, _, err = here(monkeypatch, capsys, *METHOD, *given)
+        line = err.splitlines()[-1]
+        assert status == 1 and "Traceback" not in err and err.count("vq: ") == 1
+        assert line.startswith(f"vq: mlx-lm's {given[0]} failed: ") and line.endswith("VQ_DEBUG=1 shows the traceback")
+    monkeypatch.setenv("VQ_DEBUG", "1")
+    status, _, err = here(monkeypatch, capsys, *METHOD, "generate", "--model", "/no/such", "--prompt", "a")
+    assert status == 1 and "Traceback" in err
+
+
+def test_an_error_of_two_lines(monkeypatch: Any, capsys: Any) -> None:
+    def fail() -> None:
+        raise raised
+
+    monkeypatch.setattr(importlib.import_module("mlx_lm.benchmark"), "main", fail)
+    raised: BaseException = LookupError("two\nlines")
+    status, out, err = here(monkeypatch, capsys, *METHOD, "benchmark")
+    assert (status, out) == (1, "")
+    assert err == "vq: mlx-lm's benchmark failed: LookupError: two lines; VQ_DEBUG=1 shows the traceback\n"
+    raised = KeyboardInterrupt()
+    assert here(monkeypatch, capsys, *METHOD, "benchmark")[0] == 130
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore:mlx_lm.server:UserWarning")
+@pytest.mark.parametrize("case", ["no model", "damaged tokenizer", "no draft", "a draft with windows"])
+def test_a_server_without_its_models_ends(
+    case: str, folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """It loads them in a thread, and would go on without them, answering nobody."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    broken = save(tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    sliding = save(tmp_path / "sliding", "llama_windows")
+    models: Any = {
+        "no model": ("--model", "/no/such"),
+        "damaged tokenizer": ("--mod", broken),
+        "no draft": ("--model", folder, "--draft-model", "/no/such"),
+        "a draft with windows": ("--model", folder, "--draft-model", sliding),
+    }[case]
+    status, out, err = here(monkeypatch, capsys, *METHOD, "server", *models, "--port", port)
+    line = err.splitlines()[-1]
+    assert out == "" and "Traceback" not in err and err.count("vq: ") == 1
+    if case == "a draft with windows":
+        assert status == 2 and "a text may overrun" in line
+    else:
+        assert status == 1 and line.startswith("vq: mlx-lm's server failed: ")

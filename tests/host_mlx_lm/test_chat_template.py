@@ -172,3 +172,16 @@ def test_a_template_that_cannot(template: str, before: Any, said: str, tmp_path:
     tokenizer = load(save(tmp_path, chat_template=template))[1]
     with pytest.raises(SettingsError, match=said):
         encode(tokenizer, "hi", Chat(), before, True)
+
+
+def test_arguments_without_effect(loaded: Any, tmp_path: Path) -> None:
+    model, tokenizer = loaded
+    chat = Chat(config={"quiet": True})
+    plain = load(save(tmp_path))
+    with pytest.raises(SettingsError, match=r"no chat template, so its arguments \(quiet\) have no effect"):
+        last(*plain, "hi", max_tokens=1, chat=chat)
+    assert last(*plain, "hi", max_tokens=1, chat=Chat()).generation_tokens == 1
+    text = last(model, tokenizer, "hi", max_tokens=1).continuation
+    assert text and text.ending.state == "none"
+    with pytest.raises(SettingsError, match="goes on as plain text"):
+        last(model, tokenizer, "hi", max_tokens=1, chat=chat, after=text)

@@ -126,3 +126,52 @@ def test_a_model_of_several_processes(folder: Path, monkeypatch: Any) -> None:
         monkeypatch.setattr(mx.distributed, "init", Two)
         with pytest.raises(HostError, match="several processes"):
             mlx_lm.load(str(folder))
+
+
+@pytest.mark.parametrize("windows", ["native", "packed"])
+def test_a_window_takes_no_draft(windows: str, folder: Path, tmp_path: Path) -> None:
+    """mlx-lm keeps rejected tokens, silently, once a window has turned over; how long texts get is not known here."""
+    model = str(save(tmp_path / "windows", "llama_windows"))
+    options: Any = {"method": "identity", "residual": 8, "windows": windows}
+    with compress_loaded(drafting=True, **options) as loaded:
+        kept = mlx_lm.load(str(folder))
+        with pytest.raises(SettingsError, match=r"a window of \d+ tokens that a text may overrun"):
+            mlx_lm.load(model)
+        assert [handle.model for _, handle in loaded.handles] == [kept[0]]
+        assert loaded.total == 1 == len(loaded.errors) and hook._users == 1
+    # Where nobody has said so, such as in a server whose request names a draft: before the first token.
+    with compress_loaded(**options):
+        plain, tokenizer = mlx_lm.load(str(folder))
+        sliding, _ = mlx_lm.load(model)
+        assert mlx_lm.generate(sliding, tokenizer, TEXT, max_tokens=2)
+        for one, other, whose in ((plain, sliding, "the draft model"), (sliding, plain, "the model")):
+            with pytest.raises(SettingsError, match=f"which {whose} does not allow .* a text may overrun"):
+                mlx_lm.generate(one, tokenizer, TEXT, max_tokens=2, draft_model=other)
+            caches = [*make_prompt_cache(one), *make_prompt_cache(other)]
+            with pytest.raises(SettingsError, match=f"which {whose} does not allow"):
+                mlx_lm.generate(one, tokenizer, TEXT, max_tokens=2, draft_model=other, prompt_cache=caches)
+            assert not any(c.offset for c in caches)
+
+
+def test_a_model_that_cannot_be_loaded_is_noted(folder: Path, tmp_path: Path) -> None:
+    told: list[int] = []
+    before = utils.load, utils.load_model
+    with compress_loaded(method="identity", refused=lambda loaded: told.append(len(loaded.errors))) as loaded:
+        with pytest.raises(Exception) as unknown:
+            mlx_lm.load("/no/such")
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(Exception) as damaged:
+            mlx_lm.load(str(tmp_path))
+        assert loaded.errors == [("/no/such", unknown.value), (str(tmp_path), damaged.value)] and told == [1, 2]
+    assert (utils.load, utils.load_model) == before and mlx_lm.load is before[0]
+
+
+def test_an_interrupt_while_loading_is_no_error_of_the_model(folder: Path, monkeypatch: Any) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(utils, "load_model", interrupted)
+    with compress_loaded(method="identity") as loaded:
+        with pytest.raises(KeyboardInterrupt):
+            mlx_lm.load(str(folder))
+        assert (loaded.errors, loaded.total, loaded.complete) == ([], 0, 0)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
 import vq_core
-from vq_core.errors import CacheStateError, FormatError, SettingsError
+from vq_core.errors import CacheStateError, FormatError, HostError, SettingsError
+from vq_core.hosts.mlx_lm.context import vocabulary
 from vq_core.hosts.mlx_lm.continuation import KEY, Continuation, check_target, resume
 from vq_core.hosts.mlx_lm.draft import Draft
 from vq_core.hosts.mlx_lm.generate import Run, load, stream
@@ -162,13 +166,14 @@ def test_a_file_without_our_facts(tokenizer: Any, compress: Any, tmp_path: Path)
     assert found.continuation.tokens is None and found.continuation.count == len(FIRST) + 5 + len(SECOND) + 5
 
 
+NESTED: dict[str, Any] = functools.reduce(lambda inner, _: {"a": inner}, range(40), {})
 GOOD = {"version": 1, "count": 3, "tokens": [1, 2, 3], "state": "none", "last": None, "template": {}, "model": "m"}
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "[", "[]", "null", "3", "{}",
+        "", "[", "[" * 100000, '{"count": ' + "9" * 5000 + "}", "[]", "null", "3", "{}",
         *(json.dumps({k: v for k, v in GOOD.items() if k != name}) for name in GOOD),
         *(
             json.dumps(GOOD | change)
@@ -176,7 +181,9 @@ GOOD = {"version": 1, "count": 3, "tokens": [1, 2, 3], "state": "none", "last": 
                 {"version": 2}, {"count": -1}, {"count": "3"}, {"count": 4}, {"tokens": [1, 2]},
                 {"tokens": [1, 2, 3, 4]}, {"tokens": [1, -2, 3]}, {"tokens": "123"}, {"state": "over"},
                 {"last": "x"}, {"template": []}, {"model": 3}, {"count": True, "tokens": [1]},
-                {"count": 2, "tokens": None},
+                {"count": 2, "tokens": None}, {"tokens": [1, 2, 257]}, {"tokens": [1, 2, 2**31]},
+                {"tokens": [10**30, 2, 3]}, {"last": 257, "state": "turn"}, {"last": 10**30, "state": "turn"},
+                {"state": []}, {"version": [2]}, {"template": NESTED},
             )
         ),
     ],
@@ -233,3 +240,63 @@ def test_the_target_is_checked(tmp_path: Path) -> None:
             check_target(path)
     with pytest.raises(SettingsError, match="no folder"):
         Continuation([], 0).save(tmp_path / "no" / "file", None)
+
+
+def test_links_are_followed_and_what_is_no_file_refused(tmp_path: Path) -> None:
+    """Opening a pipe would wait for its reader."""
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "twice").symlink_to(tmp_path / "link")
+    (tmp_path / "lost").symlink_to(tmp_path / "no" / "file")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_pipe").symlink_to(tmp_path / "pipe")
+    before = sorted(tmp_path.iterdir())
+    check_target(tmp_path / "link")
+    check_target(tmp_path / "twice")
+    for path, said in (
+        (tmp_path / "lost", "no folder"),
+        (tmp_path / "circle", "in a circle"),
+        (tmp_path / "pipe", "is a pipe"),
+        (tmp_path / "to_pipe", "is a pipe"),
+        (Path("/dev/null"), "a device"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            check_target(path)
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "link").readlink() == tmp_path / "target"
+
+
+def test_a_draft_that_knows_fewer_tokens_than_the_file_has(tokenizer: Any, compress: Any, tmp_path: Path) -> None:
+    model, small = wide("llama"), build("llama", vocab_size=100)
+    handle = compress(model, residual=8)
+    first = last(model, tokenizer, [1, 2, 99, 100], handle=handle, max_tokens=0)
+    assert first.continuation
+    first.continuation.save(tmp_path / "c", handle)
+    after = resume(tmp_path / "c", handle)
+    with pytest.raises(FormatError, match="names the token 100, and Model knows 0 to 99"):
+        last(model, tokenizer, [1], handle=handle, after=after, max_tokens=1, draft=Draft(small, tokenizer))
+    assert {c.offset for c in after.caches} == {4}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral3", "gemma3n", "plamo2", "gpt_neox", "nanochat"])
+def test_tokens_that_a_model_knows(name: str) -> None:
+    assert vocabulary(build(name, vocab_size=96)) == 96
+
+
+def test_tokens_that_other_models_know() -> None:
+    model = build("llama", vocab_size=96)
+    nn.quantize(model, group_size=32, bits=4)
+    assert vocabulary(model) == 96
+    nothing = nn.Linear(2, 2)
+    with pytest.raises(HostError, match="Linear does not say how many tokens it knows"):
+        vocabulary(nothing)
+    nothing.args = {"text_config": {"vocab_size": 77}}
+    assert vocabulary(nothing) == 77
+    nothing.wpe, nothing.wte = nn.Embedding(4, 2), nn.Embedding(9, 2)
+    assert vocabulary(nothing) == 9
+
+
+@pytest.mark.parametrize("value", [float("nan"), object(), NESTED])
+def test_template_arguments_that_no_file_can_hold(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be saved"):
+        Continuation([], 0, template={"a": value}).save(tmp_path / "c", None)
+    assert not list(tmp_path.iterdir())

@@ -25,6 +25,9 @@ from vq_core.cli.options import (
     prompt_text,
 )
 
+DRAFT_TOKENS = 3
+"""Proposed at a time, where nothing else is said."""
+
 if TYPE_CHECKING:
     from vq_core.hosts.mlx_lm.chat import Chat
     from vq_core.hosts.mlx_lm.draft import Draft
@@ -63,7 +66,9 @@ def generate(
     draft_model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="A small model of the same vocabulary that proposes tokens.")
     ] = None,
-    num_draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens that it proposes at a time.")] = 3,
+    num_draft_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that it proposes at a time.", show_default=str(DRAFT_TOKENS))
+    ] = None,
     draft_method: Annotated[
         str | None, typer.Option(help="Method of the draft's cache; by default the same as the model's.")
     ] = None,
@@ -90,7 +95,8 @@ def generate(
         method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens, attention=attention,
         fallback=fallback, windows=windows,
     )  # fmt: skip
-    of_draft = _draft_options(options, draft_model, draft_method)
+    path, draft_path = model_path(model), None if draft_model is None else model_path(draft_model)
+    of_draft = _draft_options(options, draft_model, draft_method, num_draft_tokens)
     chat = _chat(ignore_chat_template, system_prompt, chat_template_config)
     text = prompt_text(prompt, prompt_file)
     if max_tokens == 0 and save_cache is None:
@@ -103,10 +109,10 @@ def generate(
     run: Run | None = None
     # What other libraries print while they load and run must not get between the pieces of text, or into the JSON.
     with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as stack:
-        loaded, tokenizer, config = load_with_config(model_path(model))
+        loaded, tokenizer, config = load_with_config(path)
         handle = stack.enter_context(compressed(loaded, **options))
         after = None if load_cache is None else resume(load_cache, handle)
-        draft = None if draft_model is None else _draft(stack, draft_model, num_draft_tokens, of_draft)
+        draft = None if draft_path is None else _draft(stack, draft_path, num_draft_tokens or DRAFT_TOKENS, of_draft)
         for piece, latest in stream(
             loaded, tokenizer, text, handle=handle, max_tokens=max_tokens, temperature=temp, seed=seed,
             chat=chat, after=after, draft=draft, config=config,
@@ -135,43 +141,46 @@ def _show(run: Run, saved: str | None, as_json: bool) -> None:
         raise typer.Exit(NOTHING_PACKED)
 
 
-def _draft_options(options: dict[str, Any], model: str | None, method: str | None) -> dict[str, Any]:
+def _draft_options(
+    options: dict[str, Any], model: str | None, method: str | None, num_tokens: int | None
+) -> dict[str, Any]:
     from vq_core.cache.policy import CachePolicy
     from vq_core.errors import SettingsError
 
+    for option, value in (("--draft-method", method), ("--num-draft-tokens", num_tokens)):
+        if model is None and value is not None:
+            raise SettingsError(f"{option} is for --draft-model MODEL, which is not given")
     if method is None:
         return options
-    if model is None:
-        raise SettingsError("--draft-method is for --draft-model MODEL, which is not given")
     changed = options | {"method": method, "keys": None, "values": None}
     CachePolicy.make(**{name: value for name, value in changed.items() if name != "windows"})
     return changed
 
 
-def _draft(stack: contextlib.ExitStack, model: str, num_tokens: int, options: dict[str, Any]) -> Draft:
+def _draft(stack: contextlib.ExitStack, path: str, num_tokens: int, options: dict[str, Any]) -> Draft:
     from vq_core.hosts.mlx_lm import compressed
     from vq_core.hosts.mlx_lm.draft import Draft
     from vq_core.hosts.mlx_lm.generate import load_with_config
 
-    loaded, tokenizer, config = load_with_config(model_path(model))
+    loaded, tokenizer, config = load_with_config(path)
     handle = stack.enter_context(compressed(loaded, **options))
     return Draft(loaded, tokenizer, handle, num_tokens, config)
 
 
 def _chat(ignore: bool, system: str | None, config: str | None) -> Chat | None:
-    from vq_core.errors import SettingsError
-    from vq_core.hosts.mlx_lm.chat import Chat
+    from vq_core.errors import FormatError, SettingsError
+    from vq_core.files.jsontext import parse, shown
+    from vq_core.hosts.mlx_lm.chat import Chat, check_arguments
 
     if ignore:
         if system is not None or config is not None:
             raise SettingsError("--ignore-chat-template leaves no place for --system-prompt or --chat-template-config")
         return None
     try:
-        found = json.loads(config or "{}")
-    except ValueError as error:
-        raise SettingsError(
-            f'--chat-template-config is not JSON: {error}; give an object such as {{"enable_thinking": false}}'
-        ) from None
+        found = {} if config is None else parse(config, "--chat-template-config")
+    except FormatError as error:
+        raise SettingsError(f'{error}; give an object such as {{"enable_thinking": false}}') from None
     if not isinstance(found, dict):
-        raise SettingsError(f"--chat-template-config must be a JSON object, got {config}")
+        raise SettingsError(f"--chat-template-config must be a JSON object, got {shown(found)}")
+    check_arguments(found, "--chat-template-config")
     return Chat(system, found)

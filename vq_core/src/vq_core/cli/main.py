@@ -7,14 +7,16 @@ but typer at their top: MLX, mlx-lm, rich and the rest of vq are imported inside
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from vq_core.cli import bench, demo, doctor, generate, methods, run, verify
+from vq_core.cli.options import FAILED
 from vq_core.errors import VQError
 
 app = typer.Typer(
@@ -52,15 +54,37 @@ def _options(
 
 
 def main() -> None:
-    """Run `vq`; an error that vq raises on purpose becomes one red line and exit status 2."""
+    """Run `vq`; an error that vq raises on purpose, or output that cannot be written, becomes one red line."""
+    status: Any = 0
     try:
         app()
+    except SystemExit as end:
+        status = end.code
     except VQError as error:
         _complain(error)
-        sys.exit(2)
+        status = 2
+    except OSError as error:
+        _complain(error)
+        status = FAILED
+    sys.exit(status if _flushed() else FAILED)
 
 
-def _complain(error: VQError) -> None:
+def _flushed() -> bool:
+    """Write what standard output still holds; Python would do it after us, and then complain in lines of its own."""
+    if sys.stdout is None or sys.stdout.closed:
+        return True
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # Python flushes once more when it ends
+        if not isinstance(error, BrokenPipeError):  # whoever closes a pipe has read enough
+            _complain(error)
+        return False
+    return True
+
+
+def _complain(error: Exception) -> None:
     if os.environ.get("VQ_DEBUG") == "1":
         traceback.print_exc()
         return
@@ -68,4 +92,6 @@ def _complain(error: VQError) -> None:
 
     # No markup and no wrapping: a message may hold brackets, and scripts read it line by line.
     line = " ".join(str(error).split())
+    if isinstance(error, OSError):
+        line = f"reading or writing failed: {line}"
     Console(stderr=True, highlight=False).print(f"vq: {line}", style="red", markup=False, soft_wrap=True)

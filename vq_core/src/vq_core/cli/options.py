@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+FAILED = 1
+"""Exit status when mlx-lm's command failed, or output could not be written."""
 NOTHING_PACKED = 3
 """Exit status when a method was asked for and no token was packed."""
 SHIPPED = "demo"
@@ -47,9 +49,12 @@ def checked(
 
 
 def model_path(name: str) -> str:
-    """The folder of the model that ships for ``demo``, else the name itself."""
+    """The folder of the model that ships for ``demo``, else the name itself; an empty one is refused."""
     from vq_core.demo import MODEL_PATH
+    from vq_core.errors import SettingsError
 
+    if not name.strip():
+        raise SettingsError("the model's name is empty: give a folder in mlx-lm's format, a name on the hub, or 'demo'")
     return str(MODEL_PATH) if name == SHIPPED else name
 
 

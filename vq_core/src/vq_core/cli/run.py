@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import _thread
 import importlib
+import os
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vq_core.cli.options import (
+    FAILED,
     NOTHING_PACKED,
     SHIPPED,
     Attention,
@@ -33,6 +37,8 @@ COMMANDS = ("benchmark", "cache_prompt", "chat", "evaluate", "generate", "server
 """Commands of mlx-lm that make caches; the others have none to pack."""
 ONE_CACHE = ("cache_prompt", "generate")
 """Commands that fill one cache, so that one with nothing packed is a failure of the whole run."""
+DRAFTING = ("generate", "server")
+"""Commands that take a draft model."""
 MODELS = ("--model", "--draft-model")
 CONTEXT = {"allow_interspersed_args": False}
 """What stands after the command belongs to the command, with ``--`` or without."""
@@ -55,7 +61,7 @@ def run(
 ) -> None:
     """Run a command of mlx-lm with packed caches: vq run --method kivi:bits=4 -- server --model PATH."""
     from vq_core.cli.methods import need_mlx
-    from vq_core.errors import HostError, SettingsError
+    from vq_core.errors import HostError, SettingsError, VQError
 
     need_mlx()
     given = [_model(before, text) for before, text in pairwise(["", *(arguments or [])])]
@@ -69,7 +75,7 @@ def run(
         method=method, keys=keys, values=values, residual=residual, sink_tokens=sink_tokens, attention=attention,
         fallback=fallback, windows=windows,
     )  # fmt: skip
-    _look_at(given, options)
+    _look_at(command, given, options)
     try:
         module = importlib.import_module(f"mlx_lm.{command}")
     except ImportError as error:
@@ -77,23 +83,33 @@ def run(
     before = sys.argv
     sys.argv = [f"mlx_lm.{command}", *given]
     try:
-        with compress_loaded(refused=_stop if _names_a_model(given) else None, **options) as loaded:
+        named = _named(given)
+        drafting = _drafts(command, given)
+        with compress_loaded(refused=_stop(named) if named else None, drafting=drafting, **options) as loaded:
+            failure: Exception | None = None
+            ended = False
             try:
                 module.main()
-            except ValueError as error:
-                if "support batching" not in str(error):
+                ended = True
+            except (VQError, EOFError, BrokenPipeError):
+                raise  # an end of input is typer's to tell, and who closes a pipe has read enough
+            except KeyboardInterrupt:
+                if loaded.complete >= named or not loaded.errors:
                     raise
+            except Exception as error:
+                failure = error
+            finally:
+                packed = _report(loaded, max(named, 1), ended)
+            if failure is not None and "support batching" in str(failure):
                 raise HostError(
                     f"mlx-lm's {command} puts several requests into one batch, which packed caches cannot form yet: "
                     "have it take one at a time (a batch size of 1)"
-                ) from error
-            except KeyboardInterrupt:
-                if loaded.total or not loaded.errors:
-                    raise
-            finally:
-                packed = _report(loaded)
-            if loaded.errors and not loaded.total:
-                raise loaded.errors[0][1]
+                ) from failure
+            first = loaded.errors[0][1] if loaded.errors and loaded.complete < max(named, 1) else None
+            if isinstance(first, VQError):
+                raise first
+            if (reason := failure or first) is not None:
+                raise _failed(command, reason)
     finally:
         sys.argv = before
     if command in ONE_CACHE and not packed:
@@ -105,26 +121,26 @@ def _model(before: str, text: str) -> str:
     option, equals, value = text.partition("=")
     if before in MODELS:
         return model_path(text)
-    if equals and option in MODELS and value == SHIPPED:
+    if equals and option in MODELS and (value == SHIPPED or not value):
         return f"{option}={model_path(value)}"
     return text
 
 
-def _look_at(given: list[str], options: dict[str, Any]) -> None:
+def _look_at(command: str, given: list[str], options: dict[str, Any]) -> None:
     """Refuse, or name, options of mlx-lm that have no effect on packed caches; it accepts beginnings of names too."""
     from vq_core.errors import SettingsError
 
     for text in given:
         option = text.partition("=")[0]
-        if len(option) > len("--kv-") and "--kv-bits".startswith(option):
+        if _means(text, "--kv-bits"):
             raise SettingsError(
                 f"{option} quantizes mlx-lm's own caches and has no effect on packed ones: leave it out, "
                 "and choose the bits by --method"
             )
-        if len(option) > len("--max-") and "--max-kv-size".startswith(option):
+        if _means(text, "--max-kv-size"):
             _say(f"{option} has no effect: a compressed model's caches keep every token")
-        if len(option) > len("--dr") and "--draft-model".startswith(option):
-            _refuse_what_keeps_drafts(options)
+    if _drafts(command, given):
+        _refuse_what_keeps_drafts(options)
 
 
 def _refuse_what_keeps_drafts(options: dict[str, Any]) -> None:
@@ -143,23 +159,54 @@ def _refuse_what_keeps_drafts(options: dict[str, Any]) -> None:
             )
 
 
-def _names_a_model(given: list[str]) -> bool:
-    """Whether the command loads a model by itself; a server without one loads what its requests name."""
-    return any(text.partition("=")[0] == "--model" for text in given)
+SHORTEST = {"--model": "--mo", "--draft-model": "--d", "--kv-bits": "--kv-b", "--max-kv-size": "--max-k"}
+"""Beginnings of options that mlx-lm may take for the whole name; one command or another takes no shorter one."""
 
 
-def _stop(loaded: Loaded) -> None:
-    """End a server whose only model was refused; it loads it in a thread, and would go on without one."""
-    if threading.current_thread() is not threading.main_thread() and not loaded.total:
-        _thread.interrupt_main()
-        raise SystemExit(2)  # of the thread, without a traceback; the main thread tells the error
+def _means(text: str, name: str) -> bool:
+    """Whether an argument is an option of mlx-lm, in full or cut short."""
+    option = text.partition("=")[0]
+    return option.startswith(SHORTEST[name]) and name.startswith(option)
 
 
-def _report(loaded: Loaded) -> bool:
+def _drafts(command: str, given: list[str]) -> bool:
+    """Whether the command line names a draft model."""
+    return command in DRAFTING and any(_means(text, "--draft-model") for text in given)
+
+
+def _named(given: list[str]) -> int:
+    """Models that the command loads by itself; a server without a model loads what its requests name."""
+    found = [any(_means(text, name) for text in given) for name in MODELS]
+    return sum(found) if found[0] else 0
+
+
+def _stop(named: int) -> Callable[[Loaded], None]:
+    """End a server one of whose own models was refused; it loads them in a thread, and would go on without."""
+
+    def stop(loaded: Loaded) -> None:
+        if threading.current_thread() is not threading.main_thread() and loaded.complete < named:
+            _thread.interrupt_main()
+            raise SystemExit(2)  # of the thread, without a traceback; the main thread tells the error
+
+    return stop
+
+
+def _failed(command: str, error: Exception) -> typer.Exit:
+    """Say in one line what mlx-lm's command, or a model's files, raised; the exit to raise for it."""
+    if os.environ.get("VQ_DEBUG") == "1":
+        traceback.print_exception(error)
+    else:
+        line = " ".join(str(error).split())
+        _say(f"mlx-lm's {command} failed: {type(error).__name__}: {line}; VQ_DEBUG=1 shows the traceback")
+    return typer.Exit(FAILED)
+
+
+def _report(loaded: Loaded, needed: int, ended: bool) -> bool:
     """Print what the caches made last hold; whether any model has packed a token."""
     from rich.console import Console
 
     from vq_core.cli.printing import print_notes, print_report
+    from vq_core.errors import VQError
 
     console = Console(stderr=True)
     reports: list[tuple[str, Any]] = loaded.reports()
@@ -167,10 +214,11 @@ def _report(loaded: Loaded) -> bool:
         console.print(f"\n{name}, the caches made last", markup=False, highlight=False, soft_wrap=True)
         print_report(console, report, [])
     print_notes(console, loaded.notes())
-    for name, error in loaded.errors if loaded.total else []:  # else the error itself is on its way
-        _say(f"{name} was not compressed: {' '.join(str(error).split())}")
+    for name, error in loaded.errors if loaded.complete >= needed else []:  # else the error itself is on its way
+        what = "compressed" if isinstance(error, VQError) else "loaded"
+        _say(f"{name} was not {what}: {' '.join(str(error).split())}")
     packed = any(report.packed for _, report in reports)
-    if not packed and any(r.tokens for _, report in reports for r in report.packed_layers):
+    if ended and not packed and any(r.tokens for _, report in reports for r in report.packed_layers):
         _say("no token was packed; see the notes of the report")
     return packed
 

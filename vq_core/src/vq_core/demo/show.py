@@ -78,20 +78,27 @@ def run_demo(
     from vq_core.errors import SettingsError
     from vq_core.evaluate.divergence import divergences
     from vq_core.hosts.mlx_lm import compress
-    from vq_core.hosts.mlx_lm.generate import load, stream
+    from vq_core.hosts.mlx_lm.context import context_length
+    from vq_core.hosts.mlx_lm.generate import load_with_config, stream
 
     for method in methods:
         LayerPolicy.make(method=method)
     tell(f"loading {MODEL_PATH}")
-    model, tokenizer = load(MODEL_PATH)
+    model, tokenizer, config = load_with_config(MODEL_PATH)
     prompt, text = prompt_text(), tokenizer.encode(heldout_text())
     if not methods or not 1 <= scored < len(text) - PREFILL:
         raise SettingsError(
             f"the demo scores 1 to {len(text) - PREFILL - 1} tokens of at least one method, got {scored}"
         )
+    read, context = len(tokenizer.encode(prompt)), context_length(config)
+    if context is not None and read + max_tokens > context:
+        raise SettingsError(
+            f"{max_tokens} new tokens do not fit: the demo's prompt has {read}, the model's context holds {context}; "
+            f"at most {context - read} fit"
+        )
     end = prompt.splitlines()[-1][-80:]
     sampling: Any = {"max_tokens": max_tokens, "temperature": temperature}
-    tell(f"fp16: continuing a prompt of {len(tokenizer.encode(prompt))} tokens by {max_tokens}")
+    tell(f"fp16: continuing a prompt of {read} tokens by {max_tokens}")
     plain = _last(stream(model, tokenizer, prompt, **sampling))
     runs, caches = [], []
     handle = None

@@ -15,6 +15,8 @@ State = Literal["none", "open", "turn", "unknown"]
 ``none``: text without a template; ``open``: inside the user's message; ``turn``: after the model's answer;
 ``unknown``: nobody wrote it down.
 """
+DEEPEST = 32
+"""Levels of lists and objects in the arguments of a template."""
 _MARKS = ("<vq-query>", "<vq-answer>")
 
 
@@ -80,6 +82,35 @@ def encode(
     if not tokens or (raw and not text and before is not None):
         raise SettingsError("the prompt is empty: give at least one token to continue")
     return list(tokens), state
+
+
+def check_arguments(config: Mapping[str, Any], what: str) -> None:
+    """Raise :class:`SettingsError` where arguments of a template are nested deeper than any template needs.
+
+    A template that shows them, and the file that keeps them, would run out of Python's stack.
+    """
+    level: list[Any] = [config]
+    for _ in range(DEEPEST):
+        level = [v for x in level for v in (x.values() if isinstance(x, Mapping) else x if isinstance(x, list) else ())]
+    if level:
+        raise SettingsError(f"{what}: the arguments of the chat template are nested deeper than {DEEPEST} levels")
+
+
+def check_place(tokenizer: Any, chat: Chat | None, before: Ending | None) -> None:
+    """Raise :class:`SettingsError` where a template's arguments are given and no template is used."""
+    if chat is None or not chat.config:
+        return
+    check_arguments(chat.config, "chat")
+    names = ", ".join(chat.config)
+    if not tokenizer.has_chat_template:
+        raise SettingsError(
+            f"the model has no chat template, so its arguments ({names}) have no effect: leave them out"
+        )
+    if before is not None and before.state == "none":
+        raise SettingsError(
+            f"the loaded cache goes on as plain text, so arguments of the chat template ({names}) have no effect: "
+            "leave them out"
+        )
 
 
 def _refuse_system(tokenizer: Any, before: Ending | None) -> None:

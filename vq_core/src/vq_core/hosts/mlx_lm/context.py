@@ -1,11 +1,13 @@
-"""How many tokens a model can attend to, as its configuration says."""
+"""How many tokens a model can attend to, and how many it knows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from vq_core.errors import SettingsError
+import mlx.nn as nn
+
+from vq_core.errors import HostError, SettingsError
 
 NAMES = (
     "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length",
@@ -14,6 +16,9 @@ NAMES = (
 """Names that configurations use for the length of the context."""
 WRAPPED = ("text_config", "language_config", "llm_config")
 """Where a model of several parts keeps the configuration of its text part."""
+
+POSITIONS = ("wpe", "pos")
+"""Parts of the names of embeddings of positions."""
 
 
 def context_length(config: Any) -> int | None:
@@ -57,6 +62,31 @@ def room(context: int | None, held: int, prompt: int, max_tokens: int, whose: st
     if max_tokens and total == context:
         raise SettingsError(f"the prompt makes {counted} and {whose} context holds {context}: no new token fits")
     return min(max_tokens, context - total)
+
+
+def vocabulary(model: Any) -> int:
+    """Tokens that a model's embedding has a row for; MLX reads past the end of it for a larger one.
+
+    The smallest of its embeddings counts: some models have a second one of the tokens, for each layer.
+
+    Raises:
+        HostError: neither an embedding nor the model's arguments tell.
+    """
+    kinds: Any = tuple(getattr(nn, name) for name in ("Embedding", "QuantizedEmbedding"))
+    rows = [
+        int(module.weight.shape[0])
+        for path, module in model.named_modules()
+        if isinstance(module, kinds) and not any(name in path.rpartition(".")[2] for name in POSITIONS)
+    ]
+    if rows:
+        return min(rows)
+    args = getattr(model, "args", None)
+    for config in (args, *(_get(args, name) for name in WRAPPED)):
+        if (value := _number(_get(config, "vocab_size"))) is not None:
+            return int(value)
+    raise HostError(
+        f"{type(model).__name__} does not say how many tokens it knows, so tokens of a file are not fed to it"
+    )
 
 
 def _get(config: Any, name: str) -> Any:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import attrs
 
 from vq_core.errors import CacheStateError, FormatError, SettingsError
-from vq_core.hosts.mlx_lm.chat import Ending, State
+from vq_core.files import jsontext
+from vq_core.hosts.mlx_lm.chat import Ending, State, check_arguments
+from vq_core.hosts.mlx_lm.context import vocabulary
+from vq_core.hosts.mlx_lm.handle import CompressedModel
 
 KEY = "continuation"
 """Name of our entry in a file's metadata."""
@@ -37,12 +42,24 @@ class Continuation:
     model: str = ""
 
     def metadata(self) -> dict[str, str]:
-        """For a file."""
+        """For a file.
+
+        Raises:
+            SettingsError: arguments of the template that no JSON can hold.
+        """
         facts = {
             "version": VERSION, "count": self.count, "tokens": self.tokens, "state": self.ending.state,
             "last": self.ending.last, "template": self.template, "model": self.model,
         }  # fmt: skip
-        return {KEY: json.dumps(facts)}
+        try:
+            check_arguments(self.template, "the cache cannot be saved")
+            return {KEY: json.dumps(facts, allow_nan=False)}
+        except (TypeError, ValueError) as error:
+            if isinstance(error, SettingsError):
+                raise
+            raise SettingsError(
+                f"the cache cannot be saved: JSON has no place for an argument of the chat template ({error})"
+            ) from error
 
     def save(self, path: str | Path, model: Any) -> None:
         """Write the caches to a file that :func:`resume` reads.
@@ -88,8 +105,22 @@ def resume(path: str | Path, model: Any) -> Continuation:
     found = _read(text, file)
     if length is not None and found.count != length:
         raise FormatError(f"{file} says that it holds {found.count} tokens, and its caches hold {length}")
+    last = [] if found.ending.last is None else [found.ending.last]
+    owner = model.model if isinstance(model, CompressedModel) else model
+    check_tokens([*(found.tokens or []), *last], owner, f"{file}: the entry {KEY!r} of its metadata")
     found.caches = caches
     return found
+
+
+def check_tokens(tokens: Sequence[int], model: Any, what: str) -> None:
+    """Raise :class:`FormatError` where tokens that were read from somewhere are not among those that a model knows."""
+    if not tokens:
+        return
+    known = vocabulary(model)
+    if wrong := next((token for token in tokens if not 0 <= token < known), None):
+        raise FormatError(
+            f"{what} names the token {jsontext.shown(wrong)}, and {type(model).__name__} knows 0 to {known - 1}"
+        )
 
 
 def check_source(path: str | Path) -> Path:
@@ -105,16 +136,24 @@ def check_source(path: str | Path) -> Path:
 
 
 def check_target(path: str | Path) -> None:
-    """Raise :class:`SettingsError` if a file cannot be written there; what is there stays as it is."""
+    """Raise :class:`SettingsError` if a file cannot be written there; what is there stays as it is.
+
+    A symbolic link is followed, one that leads to no file yet too: the link itself is never touched.
+    """
     file = Path(path).expanduser()
     try:
+        file = Path(os.path.realpath(file))
+        if file.is_symlink():
+            raise SettingsError(f"the cache cannot be saved: the symbolic link {file} leads in a circle")
         if file.is_dir():
             raise SettingsError(f"the cache cannot be saved: {file} is a folder; name a file in it")
         if not file.parent.is_dir():
             raise SettingsError(f"the cache cannot be saved: there is no folder {file.parent}; make it first")
         there = file.exists()
+        if there and not file.is_file():  # opening a pipe waits for its reader, and a device keeps nothing
+            raise SettingsError(f"the cache cannot be saved: {file} is a pipe, a device or a socket; name a file")
         # Only opening it tells: rights, a read-only disk, a name that is too long.
-        with file.open("ab"):
+        with file.open("ab" if there else "xb"):
             pass
         if not there:
             file.unlink()
@@ -123,14 +162,15 @@ def check_target(path: str | Path) -> None:
 
 
 def _read(text: str, file: Path) -> Continuation:
+    what = f"{file}: the entry {KEY!r} of its metadata"
+    facts = jsontext.parse(text, what)
     try:
-        facts = json.loads(text)
         version, count, tokens = facts["version"], facts["count"], facts["tokens"]
         state, last, template, model = (facts[name] for name in ("state", "last", "template", "model"))
-    except (ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"{file}: the entry {KEY!r} of its metadata is damaged: {error!r}") from None
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"{what} is damaged: {error!r}") from None
     if version != VERSION:
-        raise FormatError(f"{file}: its entry {KEY!r} has version {version!r}; this vq reads version {VERSION}")
+        raise FormatError(f"{what} has version {jsontext.shown(version)}; this vq reads version {VERSION}")
     right = (
         _whole(count)
         and (tokens is None or (isinstance(tokens, list) and len(tokens) == count and all(map(_whole, tokens))))
@@ -140,7 +180,11 @@ def _read(text: str, file: Path) -> Continuation:
         and isinstance(model, str)
     )
     if not right:
-        raise FormatError(f"{file}: the entry {KEY!r} of its metadata is damaged: values of the wrong kind")
+        raise FormatError(f"{what} is damaged: values of the wrong kind")
+    try:
+        check_arguments(template, what)
+    except SettingsError as error:
+        raise FormatError(str(error)) from None
     return Continuation([], count, tokens, Ending(state, last), template, model)
 
 

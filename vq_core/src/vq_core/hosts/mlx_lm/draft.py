@@ -67,7 +67,7 @@ def check_draft(draft: Draft, tokenizer: Any) -> None:
     )
 
 
-def check_rewind(caches: Sequence[Any], model: Any, length: int, whose: str) -> None:
+def check_rewind(caches: Sequence[Any], model: Any, length: int | None, whose: str) -> None:
     """Raise :class:`SettingsError` where mlx-lm could not take rejected tokens out of these caches again.
 
     mlx-lm asks the caches before the first token only; one that stops being trimmable later would keep
@@ -76,7 +76,7 @@ def check_rewind(caches: Sequence[Any], model: Any, length: int, whose: str) -> 
     Args:
         caches: One a layer.
         model: The model whose caches they are.
-        length: Most tokens that they will hold.
+        length: Most tokens that they will hold; ``None``: nobody knows, so that no window is accepted.
         whose: The model in words.
     """
     if len(caches) != len(model.layers):
@@ -96,7 +96,7 @@ def check_rewind(caches: Sequence[Any], model: Any, length: int, whose: str) -> 
         )
 
 
-def _not_rewound(cache: Any, length: int) -> str:
+def _not_rewound(cache: Any, length: int | None) -> str:
     name = type(cache).__name__
     if isinstance(cache, PackedKVCache):
         for side in (cache.policy.keys, cache.policy.values):
@@ -108,7 +108,9 @@ def _not_rewound(cache: Any, length: int) -> str:
             return reason
     # Either kind says that it cannot be trimmed once its window has turned over; mlx-lm then drops nothing, silently.
     window = cache.sliding if isinstance(cache, PackedKVCache) else getattr(cache, "max_size", None)
-    if isinstance(window, int) and window <= length:
+    if isinstance(window, int) and length is None:
+        return f"{name}, a window of {window} tokens that a text may overrun"
+    if isinstance(window, int) and length is not None and window <= length:
         return f"{name}, a window of {window} tokens that {length} tokens overrun"
     return "" if cache.is_trimmable() else name
 

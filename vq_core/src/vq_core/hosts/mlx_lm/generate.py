@@ -10,17 +10,14 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from vq_core.errors import HostError, SettingsError
-from vq_core.hosts.mlx_lm.chat import Chat, Ending, encode
+from vq_core.errors import HostError, SettingsError, VQError
+from vq_core.hosts.mlx_lm.chat import Chat, Ending, check_place, encode
 from vq_core.hosts.mlx_lm.context import context_length, room
-from vq_core.hosts.mlx_lm.continuation import Continuation
+from vq_core.hosts.mlx_lm.continuation import Continuation, check_tokens
 from vq_core.hosts.mlx_lm.draft import Draft, DraftRun, check_draft, check_rewind, read
 from vq_core.hosts.mlx_lm.prepare import CompressedModel
 from vq_core.hosts.mlx_lm.report import ModelReport, held_bytes
 from vq_core.hosts.mlx_lm.versions import check_version
-
-# What a folder that is no model, or is a damaged one, makes mlx-lm and its tokenizers raise.
-_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
 
 
 @attrs.define
@@ -73,13 +70,17 @@ def load_with_config(model: str | Path) -> tuple[Any, Any, dict[str, Any]]:
     check_version()
     import mlx_lm
 
+    if not str(model).strip():
+        raise HostError("the model's name is empty; give a folder in mlx-lm's format or a name on the model hub")
     folder = Path(model).expanduser()
     name = str(folder) if folder.exists() else str(model)
     if not folder.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise HostError(f"no such folder: {name}; give a folder in mlx-lm's format or a name on the model hub")
     try:
         loaded, tokenizer, config = mlx_lm.load(name, return_config=True)  # type: ignore[misc]
-    except _LOAD_ERRORS as error:
+    except VQError:
+        raise
+    except Exception as error:  # libraries of the hub, of tokenizers and of models raise what they like
         raise HostError(f"mlx-lm cannot load {name!r}: {type(error).__name__}: {error}") from error
     return loaded, tokenizer, config
 
@@ -120,6 +121,7 @@ def stream(
         raise SettingsError(
             f"max_tokens, temperature and seed must be 0 or more; got {max_tokens}, {temperature}, {seed}"
         )
+    check_place(tokenizer, chat, after.ending if after else None)
     if after is not None and chat is not None and not chat.config:
         chat = attrs.evolve(chat, config=after.template)
     tokens, state = encode(tokenizer, prompt, chat, after.ending if after else None, answer=max_tokens > 0)
@@ -183,6 +185,8 @@ def _draft_caches(
             "the loaded cache does not say which tokens it holds, so a draft model cannot read them: leave it out, or "
             "load a cache that vq generate has saved"
         )
+    if after is not None and after.tokens is not None:
+        check_tokens(after.tokens, draft.model, "the loaded cache, which the draft model is to read,")
     return made
 
 

@@ -16,6 +16,7 @@ from vq_core.cache.policy import CachePolicy
 from vq_core.cache.shell import PackedKVCache
 from vq_core.errors import HostError
 from vq_core.hosts.mlx_lm import hook
+from vq_core.hosts.mlx_lm.draft import check_rewind
 from vq_core.hosts.mlx_lm.prepare import CompressedModel, check_ways, compress, register
 from vq_core.hosts.mlx_lm.report import ModelReport
 from vq_core.hosts.mlx_lm.versions import check_version
@@ -27,18 +28,21 @@ class Loaded:
 
     Attributes:
         policy: What every model is compressed with.
-        errors: Models that could not be compressed, as (name, error); whoever loaded them has got the error too.
+        errors: Models that could not be loaded or compressed, as (name, error); whoever loaded them has got the
+            error too.
         files: Caches that mlx-lm has read from files, newest last.
         handles: Models as (name, handle), in the order of loading, without those that were dropped before another
             one was loaded.
         total: Models that were compressed, those included that were dropped.
+        complete: Those of them whose tokenizer was loaded too.
     """
 
     policy: CachePolicy
-    errors: list[tuple[str, BaseException]] = attrs.Factory(list)
+    errors: list[tuple[str, Exception]] = attrs.Factory(list)
     files: list[list[Any]] = attrs.Factory(list)
     handles: list[tuple[str, CompressedModel]] = attrs.Factory(list)
     total: int = 0
+    complete: int = 0
 
     def reports(self) -> list[tuple[str, ModelReport]]:
         """Of each model's caches made last; of those read from a file, where the model has made none since."""
@@ -77,19 +81,25 @@ class Loaded:
 
 
 @contextlib.contextmanager
-def compress_loaded(*, refused: Callable[[Loaded], None] | None = None, **policy: Any) -> Iterator[Loaded]:
+def compress_loaded(
+    *, refused: Callable[[Loaded], None] | None = None, drafting: bool = False, **policy: Any
+) -> Iterator[Loaded]:
     """Compress every model that mlx-lm loads inside the ``with`` block, draft models too.
 
     ``mlx_lm.utils.load_model`` is replaced, through which ``mlx_lm.load`` and all of mlx-lm's commands go; what was
     there is put back at the end, and the models give up their packed caches.
 
     Args:
-        refused: Called, where a model is loaded, after an error of its compression has been noted.
+        refused: Called, where a model is loaded, after an error of its loading or compression has been noted.
+        drafting: Whether the models are for speculative decoding: one out of which rejected tokens cannot be taken
+            again is then refused when it is loaded, else when speculation starts. How long a text gets is not known
+            here, so a layer with a window, packed or the model's own, is a reason.
         policy: As for :func:`~vq_core.hosts.mlx_lm.compress`.
 
     Raises:
         SettingsError, PluginError: a policy that is not accepted, at once.
         HostError: an mlx-lm that vq does not know; while loading, a model that is spread over several processes.
+            While loading or generating, SettingsError: a model that does not allow speculation.
     """
     check_version()
     from mlx_lm import utils
@@ -99,7 +109,8 @@ def compress_loaded(*, refused: Callable[[Loaded], None] | None = None, **policy
     ways = {name: policy.pop(name) for name in ("dense", "windows") if name in policy}
     check_ways(**ways)
     loaded = Loaded(CachePolicy.make(**policy))
-    load_model = utils.load_model
+    load, load_model = utils.load, utils.load_model
+    speculate: Callable[..., Any] = sys.modules["mlx_lm.generate"].speculative_generate_step
     load_prompt_cache: Callable[..., Any] = cache.load_prompt_cache
 
     def load_compressed(model_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,15 +118,43 @@ def compress_loaded(*, refused: Callable[[Loaded], None] | None = None, **policy
             raise HostError("a model spread over several processes cannot be compressed: run it in one process")
         loaded._drop_unused()
         model, config = load_model(model_path, *args, **kwargs)
-        try:
-            loaded.handles.append((str(model_path), compress(model, **ways, **policy)))
-        except BaseException as error:
-            loaded.errors.append((str(model_path), error))
-            if refused is not None:
-                refused(loaded)
-            raise
+        handle = compress(model, **ways, **policy)
+        if drafting:
+            try:
+                check_rewind(handle.fresh(), model, None, f"the model {model_path}")
+            except BaseException:
+                handle.undo()
+                raise
+        loaded.handles.append((str(model_path), handle))
         loaded.total += 1
         return model, config
+
+    def load_complete(*args: Any, **kwargs: Any) -> Any:
+        found = load(*args, **kwargs)
+        loaded.complete += 1
+        return found
+
+    def noting(loader: Callable[..., Any]) -> Callable[..., Any]:
+        """Some commands call the inner one of the two loaders, some the outer one, which calls the inner."""
+
+        def run(name: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return loader(name, *args, **kwargs)
+            except Exception as error:  # an interrupt says nothing of the model
+                if not any(known is error for _, known in loaded.errors):
+                    loaded.errors.append((str(name), error))
+                    if refused is not None:
+                        refused(loaded)
+                raise
+
+        return run
+
+    def speculate_checked(prompt: Any, model: Any, draft_model: Any, *args: Any, **kwargs: Any) -> Any:
+        caches = kwargs.get("prompt_cache") or [*cache.make_prompt_cache(model), *cache.make_prompt_cache(draft_model)]
+        count = len(model.layers)  # as mlx-lm tells the two apart
+        check_rewind(caches[:count], model, None, "the model")
+        check_rewind(caches[count:], draft_model, None, "the draft model")
+        return speculate(prompt, model, draft_model, *args, **kwargs)
 
     def load_file(*args: Any, **kwargs: Any) -> Any:
         found = load_prompt_cache(*args, **kwargs)
@@ -124,7 +163,9 @@ def compress_loaded(*, refused: Callable[[Loaded], None] | None = None, **policy
 
     with contextlib.ExitStack() as stack:
         stack.callback(loaded._undo)
-        stack.enter_context(_replaced("load_model", load_model, load_compressed))
+        stack.enter_context(_replaced("load_model", load_model, noting(load_compressed)))
+        stack.enter_context(_replaced("load", load, noting(load_complete)))
+        stack.enter_context(_replaced("speculative_generate_step", speculate, speculate_checked))
         stack.enter_context(_replaced("load_prompt_cache", load_prompt_cache, load_file))
         yield loaded
 
