@@ -1,4 +1,4 @@
-"""The shipped model's tokens and stored bytes with kernels on and off: ``python kernels-generate.py FILE``, on a GPU."""
+"""The shipped model with kernels on and off, tokens and stored bytes: ``python kernels-generate.py FILE``, on a GPU."""
 
 import json
 import sys
