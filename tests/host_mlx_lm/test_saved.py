@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import vq_core
 from vq_core import FormatError, HostError, PackedKVCache, SettingsError
 from vq_core.files import tensors
-from vq_core.hosts.mlx_lm import saved, versions
+from vq_core.hosts.mlx_lm import expected, saved, versions
 from vq_core.plugins import registry
 from vq_core.testing import load_plugin, registered
 
@@ -119,6 +119,20 @@ def test_every_class_comes_back(path: Path, name: str) -> None:
 
 class KVCache(native.KVCache):  # type: ignore[misc]
     """Somebody else's class, of the name of mlx-lm's."""
+
+
+def test_a_model_that_cannot_be_tried_out_is_said(path: Path) -> None:
+    """Its native layers' shapes are then not checked, which must not pass in silence."""
+    model = build("llama")
+    vq_core.save_cache(path, make_prompt_cache(model), model=model)
+
+    class Other(type(model)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            raise LookupError("called in another way")
+
+    model.__class__ = Other
+    with pytest.warns(RuntimeWarning, match="could not be tried out .LookupError: called in another way"):
+        expected.expected(model)
 
 
 class Ours(PackedKVCache):

@@ -15,6 +15,9 @@ from vq_core.cache.window import Window, owned
 from vq_core.errors import CacheStateError
 from vq_core.plugins.binding import BoundSide
 
+EVERYTHING = 2**31
+"""A residual window that nothing leaves."""
+
 
 def frontier(tokens: int, sinks: int, residual: int, block: int) -> int:
     """f(T): how many tokens of a sequence of T that was only appended to are packed."""

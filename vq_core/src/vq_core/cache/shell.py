@@ -13,17 +13,15 @@ from vq_core.attention import view as views
 from vq_core.attention.masks import causal_mask
 from vq_core.attention.packed import attend
 from vq_core.attention.view import CacheView
-from vq_core.cache.history import History
+from vq_core.cache.history import EVERYTHING, History
 from vq_core.cache.policy import Attention, Fallback, Kernels, LayerPolicy
 from vq_core.cache.report import LayerReport, describe
+from vq_core.cache.rows import joined
 from vq_core.cache.shapes import DTYPES, check_pair, shape_of
 from vq_core.cache.tagged import ReadCount, Strictness, tag
 from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
 from vq_core.plugins.binding import BoundSide, bind
 from vq_core.plugins.registry import resolve
-
-EVERYTHING = 2**31
-"""A residual window that nothing leaves."""
 
 
 class PackedKVCache:
@@ -371,20 +369,8 @@ class PackedKVCache:
         caches = list(caches)
         if not caches or not all(isinstance(c, PackedKVCache) for c in caches):
             raise SettingsError("join needs a list of at least one PackedKVCache, and nothing else")
-        if any((c.policy, c.sliding) != (caches[0].policy, caches[0].sliding) for c in caches):
-            raise SettingsError("join needs caches of one policy; these differ in method, settings or window")
         new = caches[0].__deepcopy__({})
-        held = [c._history for c in caches]
-        if all(h is None for h in held):
-            return new
-        if any(c.empty() for c in caches):
-            raise CacheStateError("join: an empty cache has no shape to join; leave it out")
-        histories = [h for h in held if h is not None]
-        if len({(h.bound["keys"].ctx, h.bound["values"].ctx) for h in histories}) > 1:
-            raise SettingsError(
-                "join needs caches of one shape and dtype (and of one layer, if a method differs by layer)"
-            )
-        new._history = histories[0].join(histories[1:])
+        new._history = joined([((c.policy, c.sliding), c._history) for c in caches])
         return new
 
     def select(self, rows: Sequence[int]) -> PackedKVCache:

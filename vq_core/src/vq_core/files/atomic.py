@@ -89,7 +89,7 @@ def _create(target: Path) -> tuple[Path, int]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if os.fstat(descriptor).st_nlink:
                 return path, descriptor
-        except BaseException:
+        except BaseException:  # an interrupt too; it goes on once the file made here is gone
             os.close(descriptor)
             with contextlib.suppress(OSError):
                 os.unlink(path)

@@ -159,7 +159,7 @@ class Reader:
         self._file = _open(path)
         try:
             self.header = _read_header(self._file, form)
-        except BaseException:
+        except BaseException:  # an interrupt too; it goes on once the file is closed, which nobody else could do
             self._file.close()
             raise
 

@@ -78,7 +78,7 @@ def build_ahead(kernels: Iterable[Kernel], contract: Contract = "off", limit: in
     for kernel in kernels:
         try:
             calls = [kernel.resolve(case.inputs, case.parameters) for case in spread(kernel.cases(), limit)]
-        except Exception:  # a stranger's cases; verify says what is wrong with them
+        except Exception:  # a stranger's cases; the verdict of `verify` on this kernel tells what they raise
             continue
         wanted[program(kernel)] = list(dict.fromkeys(instance(call) for call in calls))
     with contextlib.suppress(KernelError):

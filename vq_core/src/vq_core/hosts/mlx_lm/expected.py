@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -134,7 +135,12 @@ def expected(model: Any) -> Expected:
 def _tried(model: Any, caches: list[Any]) -> list[Any] | None:
     try:
         model(mx.zeros((1, 2), mx.int32), cache=caches)
-    except Exception:  # a model that is called in another way: the file is checked by what is known without
+    except Exception as error:  # a stranger's model, called in another way: whatever it raises, it is said
+        warnings.warn(
+            f"the model could not be tried out ({type(error).__name__}: {error}); head sizes and dtypes of its native "
+            "layers are not checked against the file's",
+            RuntimeWarning, stacklevel=4,
+        )  # fmt: skip
         return None
     return caches
 

@@ -122,7 +122,7 @@ def compress_loaded(
         if drafting:
             try:
                 check_rewind(handle.fresh(), model, None, f"the model {model_path}")
-            except BaseException:
+            except BaseException:  # an interrupt too; it goes on once the model has its own caches back
                 handle.undo()
                 raise
         loaded.handles.append((str(model_path), handle))

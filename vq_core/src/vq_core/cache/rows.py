@@ -1,0 +1,31 @@
+"""When the rows of several caches make one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vq_core.cache.history import History
+from vq_core.errors import CacheStateError, SettingsError
+
+
+def joined(parts: Sequence[tuple[Any, History | None]]) -> History | None:
+    """One history of the rows of several, in order; ``None`` where none of them is bound.
+
+    Args:
+        parts: Of each cache what it was made by, policy and window, and its history.
+
+    Raises:
+        SettingsError: caches of different policies, windows or shapes.
+        CacheStateError: an empty cache among others.
+    """
+    if any(made_by != parts[0][0] for made_by, _ in parts):
+        raise SettingsError("join needs caches of one policy; these differ in method, settings or window")
+    histories = [history for _, history in parts if history is not None]
+    if not histories:
+        return None
+    if len(histories) < len(parts) or any(not max(history.lengths) for history in histories):
+        raise CacheStateError("join: an empty cache has no shape to join; leave it out")
+    if len({(h.bound["keys"].ctx, h.bound["values"].ctx) for h in histories}) > 1:
+        raise SettingsError("join needs caches of one shape and dtype (and of one layer, if a method differs by layer)")
+    return histories[0].join(histories[1:])
