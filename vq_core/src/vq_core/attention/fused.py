@@ -12,6 +12,7 @@ import mlx.core as mx
 from vq_core.attention.choice import name_of
 from vq_core.attention.masks import LOWEST, Mask
 from vq_core.attention.view import CacheView, SideView
+from vq_core.kernels.kernel import TINY
 from vq_core.kernels.skeleton.kernels import FACTS, Pair
 from vq_core.kernels.skeleton.portable import EXACT_UNIT, GROUPS, Side
 
@@ -35,16 +36,18 @@ def attend_fused(
     packed_splits = max(1, min(-(-units // GROUPS), THREADGROUPS // (B * H * chunks)))
     exact = view.keys.exact.dtype
     q = queries if queries.dtype in (exact, mx.float32) else queries.astype(mx.float32)
-    key_sinks = view.keys.exact if view.keys.sinks is None else view.keys.sinks
-    value_sinks = view.values.exact if view.values.sinks is None else view.values.sinks
+    # Each row's exact tokens are at the right, its first tokens at the left.
+    exact_k, exact_v = _eight(view.keys.exact, 2, left=True), _eight(view.values.exact, 2, left=True)
+    key_sinks = exact_k if view.keys.sinks is None else _eight(view.keys.sinks, 2)
+    value_sinks = exact_v if view.values.sinks is None else _eight(view.values.sinks, 2)
     facts = row_facts(view.packed, view.sinks, view.exact, view.lengths, view.hidden, view.length)
     regular = view.keys.pages.table is None and view.values.pages.table is None
     inputs = [q]
     if kernels.keys.snippet.prepare is not None:
         inputs.append(kernels.keys.snippet.prepare(queries.astype(mx.float32)))
     inputs += [
-        facts, NOTHING if mask.array is None else additive(mask.array, view.heads),
-        view.keys.exact, view.values.exact, key_sinks, value_sinks,
+        facts, NOTHING if mask.array is None else _eight(additive(mask.array, view.heads), 3),
+        exact_k, exact_v, key_sinks, value_sinks,
         _table(view.keys), _table(view.values),
         *_arrays(view.keys, kernels.keys), *_arrays(view.values, kernels.values),
     ]  # fmt: skip
@@ -66,7 +69,14 @@ def attend_fused(
 
 
 def _table(side: SideView) -> mx.array:
-    return NO_TABLE if side.pages.table is None else side.pages.table
+    return NO_TABLE if side.pages.table is None else _eight(side.pages.table, 1)
+
+
+def _eight(a: mx.array, axis: int, left: bool = False) -> mx.array:
+    """An array of so few elements that Metal would keep it elsewhere, with places to spare."""
+    if a.size >= TINY:
+        return a
+    return mx.pad(a, [((TINY, 0) if left else (0, TINY)) if i == axis else (0, 0) for i in range(a.ndim)])
 
 
 def _arrays(side: SideView, known: Side) -> list[mx.array]:
@@ -79,7 +89,7 @@ def rows_at_once(kernels: Pair, total: int) -> int:
     return -(-total // -(-total // kernels.rows))
 
 
-NOTHING = mx.zeros((1, 1, 8), mx.float32)
+NOTHING = mx.zeros((1, 1, 1, 8), mx.float32)
 NO_TABLE = mx.zeros((1, 8), mx.int32)
 NO_LOGITS = mx.zeros((8,), mx.float32)
 
