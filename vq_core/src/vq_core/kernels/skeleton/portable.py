@@ -401,8 +401,8 @@ def _softmax(frame: Frame) -> str:
         const uint row = min(m0 + uint(m), total - 1u), query = head * (heads / H) + row / L;
         const uint mb = uint(mask_shape[0]) == 1u ? 0u : b, mh = uint(mask_shape[1]) == 1u ? 0u : query;
         const uint ml = uint(mask_shape[2]) == 1u ? 0u : row % L;
-        const uint columns = mask_shape[3];
-        const float added = mask[((mb * uint(mask_shape[1]) + mh) * uint(mask_shape[2]) + ml) * uint(mask_shape[3]) + uint(place)];
+        const uint line = (mb * uint(mask_shape[1]) + mh) * uint(mask_shape[2]) + ml;
+        const float added = mask[line * uint(mask_shape[3]) + uint(place)];
         score += added * 1.4426950408889634f;
         seen = added > lowest;
       }}
