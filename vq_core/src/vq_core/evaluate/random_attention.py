@@ -185,7 +185,7 @@ def main() -> None:
         for path in given.plugin:
             stack.enter_context(registered(load_plugin(path), path.stem))
         pairs = [tuple(p.split("+", 1)) for p in given.pair] or list(PAIRS)
-        found = run(given.seed, given.count, given.variants, given.attention, given.kernels, pairs, given.longest)  # type: ignore[arg-type]
+        found = run(given.seed, given.count, given.variants, given.attention, given.kernels, pairs, given.longest)
     found = {"environment": environment(), "attention": given.attention} | found
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
