@@ -21,7 +21,7 @@ GROUPS = 4
 """SIMD groups of a threadgroup."""
 EXACT_UNIT = 32
 """Exact tokens that a SIMD group takes at once: few, so that a window of 128 is spread over a threadgroup."""
-KEYS_AHEAD, VALUES_AHEAD = (4, 2, 1), (4, 2, 1)
+KEYS_AHEAD, VALUES_AHEAD = (8, 4, 2, 1), (8, 4, 2, 1)
 """Tiles whose loads are under way together."""
 TYPES = {
     "float32": "float", "float16": "half", "bfloat16": "bfloat", "uint32": "uint", "int32": "int", "uint16": "ushort",
