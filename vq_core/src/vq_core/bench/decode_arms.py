@@ -25,7 +25,7 @@ class Arm:
 
     Attributes:
         name: For the record.
-        kind: ``"fp16"``, ``"mlx-lm quantized"`` or ``"vq"``.
+        kind: ``"plain"``, ``"mlx-lm quantized"`` or ``"vq"``.
         make: Fresh caches, one a layer.
         handle: Of the model, for ours.
     """
@@ -76,7 +76,7 @@ def make_arms(
     left_out: list[dict[str, Any]],
 ) -> list[Arm]:  # fmt: skip
     """mlx-lm's plain cache first: it is the base; its quantized ones where the model's steps run with them; ours."""
-    arms = [Arm(f"mlx-lm {dtype}", "fp16", lambda: rivals.plain_caches(model))]
+    arms = [Arm(f"mlx-lm {dtype}", "plain", lambda: rivals.plain_caches(model))]
     bits: dict[int, None] = {}
     ours: list[Arm] = []
     for text in dict.fromkeys(methods):

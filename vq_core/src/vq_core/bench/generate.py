@@ -67,7 +67,7 @@ class Arm:
 
     Attributes:
         name: For the record.
-        kind: ``"fp16"``, ``"mlx-lm quantized"`` or ``"vq"``.
+        kind: ``"plain"``, ``"mlx-lm quantized"`` or ``"vq"``.
         run: One generation.
         options: Of ``compress``, for ours.
     """
@@ -151,7 +151,7 @@ def _arms(
     def plain() -> Run:
         return _last(stream(model, tokenizer, tokens, max_tokens=count, config=config))
 
-    arms = [Arm(PLAIN, "fp16", plain)]
+    arms = [Arm(PLAIN, "plain", plain)]
     packed: list[Arm] = []
     bits: dict[int, None] = {}
     for text in dict.fromkeys(wanted.methods):

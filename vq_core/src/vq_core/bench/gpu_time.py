@@ -85,7 +85,7 @@ def record_kernels(work: Callable[[], Any]) -> list[Event]:
     found = []
     for event in seen.events():
         took = event.device_time if hasattr(event, "device_time") else event.cuda_time
-        if took > 0 and "Mem" not in event.name:
+        if took > 0 and not event.name.startswith(("Memcpy", "Memset")):
             found.append((event.name, took * 1e-6))
     return found
 

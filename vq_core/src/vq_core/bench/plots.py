@@ -83,8 +83,13 @@ def _lines(axes: Any, series: Mapping[str, list[tuple[float, ...]]], ylabel: str
         if points and len(points[0]) == 4:
             spread = [[p[1] - p[2] for p in points], [p[3] - p[1] for p in points]]
         axes.errorbar(x, y, yerr=spread, marker="o", markersize=4, capsize=2, label=name)
+    contexts = sorted({point[0] for points in series.values() for point in points})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [f"{int(n):,}" for n in contexts])
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.tick_params(labelsize=7, which="both")
     axes.set_xlabel("context, tokens")
     axes.set_ylabel(ylabel)
     axes.grid(True, which="major", alpha=0.3)

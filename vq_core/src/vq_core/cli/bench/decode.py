@@ -52,6 +52,7 @@ def decode(
         str | None, typer.Option(metavar="BYTES", help="Fill caches up to this budget, such as 8GiB.")
     ] = None,
     prefill: Annotated[int | None, typer.Option(help="Time a prefill of so many tokens.")] = None,
+    prefill_rounds: Annotated[int, typer.Option(help="Turns of --prefill.")] = 2,
     steps: Annotated[int | None, typer.Option(help="Run so many steps and watch memory and compiled kernels.")] = None,
     json_file: Json = None,
     plot: Plot = None,
@@ -70,7 +71,7 @@ def decode(
     others = any(option is not None for option in (fits, prefill, steps))
     given = chosen(
         geometry=sizes, methods=method, tiers=tier, dtype=dtype, residual=residual, steps=steps_a_sample, rounds=rounds,
-        fits=None if fits is None else size(fits), prefill=prefill, stable_steps=steps,
+        fits=None if fits is None else size(fits), prefill=prefill, prefill_rounds=prefill_rounds, stable_steps=steps,
     )  # fmt: skip
     if context or others:  # no context where only something else was asked for
         given["contexts"] = tuple(context or ())
