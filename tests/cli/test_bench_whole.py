@@ -81,17 +81,10 @@ def test_decode(vq: Vq, tmp_path: Path) -> None:
 def test_only_what_is_asked_for(vq: Vq, tmp_path: Path) -> None:
     """A configuration file, and no context where only a budget is asked for; then there is no figure of contexts."""
     file, record = tmp_path / "config.json", tmp_path / "d.json"
-    sizes = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "vocab_size": 40,
-    }
-    file.write_text(json.dumps(sizes | {"model_type": "anything"}))
-    status, out, err = vq(
-        "bench", "decode", "--method", "kivi:bits=4", "--config", file, "--layers", 1, "--dtype", "float32", "--fits", 99999,
-        "--json", record,
+    file.write_text(json.dumps(CONFIG | {"model_type": "anything"}))
+    status, _, err = vq(
+        "bench", "decode", "--method", "kivi:bits=4", "--config", file, "--layers", 1, "--dtype", "float32",
+        "--fits", 99999, "--json", record,
     )  # fmt: skip
     assert status == 0, err
     made = json.loads(record.read_text())
@@ -145,6 +138,7 @@ def test_generate(vq: Vq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (DECODE, ("--steps", 3), "4 or more"),
         (DECODE, ("--steps-a-sample", 1), "2 or more"),
         (DECODE, ("--config", "no-such.json"), "cannot be read"),
+        (DECODE, ("--prefill", 64, "--plot", "figure.png"), "give --context with --plot"),
         (GENERATE, ("--method", "vq_none"), "vq_none"),
         (GENERATE, ("--max-tokens", 1), "2 new tokens"),
         (GENERATE, ("--rounds", 0), "1 round"),

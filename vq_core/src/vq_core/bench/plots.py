@@ -16,6 +16,7 @@ MISSING = (
     "--plot needs matplotlib, which is not installed: pip install 'vq-core[plots]', or leave --plot out; "
     "the figures are in the record of --json too"
 )
+NO_CONTEXTS = "the figure of decode shows steps by context: give --context with --plot"
 
 
 def check_plot(path: Path) -> None:
@@ -137,7 +138,7 @@ def _attention(record: Mapping[str, Any]) -> Any:
 def _decode(record: Mapping[str, Any]) -> Any:
     rows = record["contexts"]
     if not rows:
-        raise SettingsError("the figure of decode shows steps by context: give --context with --plot")
+        raise SettingsError(NO_CONTEXTS)
     figure, panels = _figure(3, f"decode steps, {record['config']['num_hidden_layers']} layers, {_device(record)}")
 
     def rate(row: Any, name: str) -> tuple[float, ...]:

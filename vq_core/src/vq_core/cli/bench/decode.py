@@ -63,6 +63,8 @@ def decode(
     need_mlx()
     from vq_core.bench.decode import Wanted, measure
     from vq_core.bench.geometry import geometry
+    from vq_core.bench.plots import NO_CONTEXTS
+    from vq_core.errors import SettingsError
 
     sizes = geometry(
         config, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
@@ -75,7 +77,10 @@ def decode(
     )  # fmt: skip
     if context or others:  # no context where only something else was asked for
         given["contexts"] = tuple(context or ())
-    measured(json_file, plot, partial(measure, Wanted(**given)), _print)
+    wanted = Wanted(**given)
+    if plot is not None and not wanted.contexts:
+        raise SettingsError(NO_CONTEXTS)
+    measured(json_file, plot, partial(measure, wanted), _print)
 
 
 def size(text: str) -> int:
