@@ -63,8 +63,11 @@ def decoded() -> Any:
 
 @pytest.fixture(scope="module")
 def generated() -> Any:
+    """As on a device with kernels: with the ways of each method that there are then."""
     wanted = generate.Wanted(methods=("kivi:bits=4",), max_tokens=6, residual=32, rounds=1)
-    made = generate.measure(str(MODEL_PATH), prompt_text()[:200], wanted, name="demo", machine=idle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "device_backend", lambda: "cuda")
+        made = generate.measure(str(MODEL_PATH), prompt_text()[:200], wanted, name="demo", machine=idle)
     return json.loads(json.dumps(made))
 
 
@@ -159,6 +162,37 @@ def test_without_a_profiler_the_record_says_so(attended: Any) -> None:
     assert "unavailable" in row["arms"]["mlx-lm quantized 2 bits"]["gpu"]
 
 
+def test_with_a_profiler_the_record_has_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On profiles that are made up: the codes pass takes 1 us and another kernel 3, the copy 2 us."""
+    asked: list[int] = []
+
+    def record(work: Any) -> list[gpu_time.Event]:
+        asked.append(1)
+        mx.eval(work())
+        calls = gpu_time.CALLS
+        return [("vq_attend_codes", 1e-6), ("vq_attend_merge", 3e-6)] * calls + [(gpu_time.MARKER, 9.0)] * (calls - 1)
+
+    monkeypatch.setattr(gpu_time, "unavailable", lambda: "")
+    monkeypatch.setattr(gpu_time, "record_kernels", record)
+    monkeypatch.setattr(gpu_time, "marker", lambda fresh, previous, count: (fresh + 0 * previous,))
+    wanted = attrs.evolve(attention_wanted("kivi:bits=2"), tiers=("auto",))
+    made = attention.measure(wanted, machine=idle)
+    (row,) = made["rows"]
+    assert made["gpu_clock"] == {"available": True, "reason": ""} and set(made["copy"]["by_clock"]) == {"queued", "gpu"}
+    # A profile for each copy of the pool; of each of two arms one that compiles and six that count.
+    assert len(asked) == 10 + 2 * (1 + gpu_time.PASSES)
+    ours, floor = row["arms"]["kivi:bits=2 [auto]"]["gpu"], row["arms"]["kivi:bits=2 [auto]"]["floor"]
+    assert (ours["median"], ours["codes_pass"], ours["times_as_fast"], ours["lost"]) == (
+        pytest.approx(4e-6), pytest.approx(1e-6), pytest.approx(1.0), "",
+    )  # fmt: skip
+    assert floor["clock"] == row["best_read_rate"]["clock"] == "gpu"
+    assert floor["fraction_of_codes_pass"] == pytest.approx(4 * floor["fraction_of_total"], rel=1e-3)
+    assert floor["seconds"] == pytest.approx(
+        floor["packed_bytes"] / row["best_read_rate"]["bytes_per_second"], rel=1e-6
+    )
+    assert "minutes" in row["arms"]["mlx-lm quantized 2 bits"]["gpu"]["unavailable"]
+
+
 # ---- decode
 
 
@@ -235,7 +269,8 @@ def test_variants_of_kernels_are_counted() -> None:
 
 
 def test_generate_has_every_arm(generated: Any) -> None:
-    assert list(generated["arms"]) == ["mlx-lm", "mlx-lm quantized 4 bits", "kivi:bits=4"]
+    ways = ["kivi:bits=4", "kivi:bits=4, kernels off", "kivi:bits=4, attention mlx"]
+    assert list(generated["arms"]) == ["mlx-lm", "mlx-lm quantized 4 bits", *ways]
     for arm in generated["arms"].values():
         assert arm["text"] and arm["generated_tokens"] == 6
         for clock in ("prefill", "decode"):
@@ -251,9 +286,13 @@ def test_generate_has_every_arm(generated: Any) -> None:
 
 def test_texts_are_compared(generated: Any) -> None:
     assert generated["agree"] is True
-    assert [entry["arms"] for entry in generated["agreements"]] == [[name] for name in generated["arms"]]
-    assert all(entry["must"] and entry["agree"] and entry["runs"] == 3 for entry in generated["agreements"])
-    assert "off anyway" in generated["left_out"][0]["reason"]
+    repeated, kernels = generated["agreements"][:-2], generated["agreements"][-2:]
+    assert [entry["arms"] for entry in repeated] == [[name] for name in generated["arms"]]
+    assert all(entry["must"] and entry["agree"] and entry["runs"] == 3 for entry in repeated)
+    assert [(entry["arms"][0], entry["must"]) for entry in kernels] == [
+        ("kivi:bits=4", False), ("kivi:bits=4, attention mlx", True)
+    ]  # fmt: skip
+    assert all(entry["same_tokens"] == 6 for entry in kernels)
 
 
 def test_texts_that_differ_are_told() -> None:

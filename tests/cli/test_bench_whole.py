@@ -101,6 +101,7 @@ def test_generate(vq: Vq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     status, out, err = vq(*GENERATE, "--json", record, "--plot", figure)
     assert status == 0, err
     assert "repeated runs: kivi:bits=4, 3 texts: agree (must agree)" in out and "demo: 92 tokens read" in out
+    assert "left out: kivi:bits=4, kernels off: no kernels on this device" in out
     made = json.loads(record.read_text())
     assert made["agree"] is True
     whole(figure)

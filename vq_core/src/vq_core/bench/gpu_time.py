@@ -134,7 +134,7 @@ class KernelTimes:
 
 def kernel_times(
     arms: Mapping[str, Callable[[Any], mx.array]], chained: Callable[[Any, mx.array], Any], items: Sequence[Any], *,
-    passes: int = PASSES, calls: int = CALLS, record: Callable[[Callable[[], Any]], list[Event]] = record_kernels,
+    passes: int = PASSES, calls: int = CALLS, record: Callable[[Callable[[], Any]], list[Event]] | None = None,
 ) -> dict[str, KernelTimes]:  # fmt: skip
     """Time arms kernel by kernel, in turn.
 
@@ -145,6 +145,7 @@ def kernel_times(
         passes, calls: Profiles of each arm, and calls in one.
         record: Runs work and returns its kernels; for tests.
     """
+    record = record or record_kernels
     found: dict[str, list[list[Event]]] = {name: [] for name in arms}
     for arm in arms.values():  # compiles, and starts the profiler once
         record(lambda arm=arm: _chain(arm, chained, items, 2, 0))  # type: ignore[misc]
