@@ -1,10 +1,12 @@
-"""Attention straight from packed codes in plain MLX operations.
+"""Attention straight from packed codes, by the fastest tier that fits.
 
-One step (few queries): scores of all pages, of the sink tokens and of the window in one row, one softmax, then
-the weighted sums.  The transient memory is a few rows of scores, whatever the codes weigh.
+One step (few queries): the fused kernels where there are any, see :mod:`vq_core.attention.fused`; else, in plain MLX
+operations, scores of all pages, of the sink tokens and of the window in one row, one softmax, then the weighted sums.
+The transient memory is a few rows of scores, whatever the codes weigh.
 
-Long queries (prefill): the history is decoded tile by tile and multiplied, with an online softmax.  Each tile
-is made to depend on the sums so far, so that MLX cannot schedule the decoding of many tiles first.
+Long queries (prefill): on a GPU the history is decoded into a bounded scratch for MLX's own attention, see
+:mod:`vq_core.attention.prefill`; else it is decoded tile by tile and multiplied, with an online softmax.  Each tile is
+made to depend on the sums so far, so that MLX cannot schedule the decoding of many tiles first.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from __future__ import annotations
 import mlx.core as mx
 
 from vq_core.attention import view as views
+from vq_core.attention.choice import fit, proven
+from vq_core.attention.fused import attend_fused, rows_at_once
 from vq_core.attention.masks import Mask, apply, read_mask
+from vq_core.attention.prefill import attend_scratch, why_tiles
 from vq_core.attention.sides import compute_dtype
 from vq_core.attention.step import attend_step
 from vq_core.attention.tiled import attend_tiled
@@ -33,7 +38,9 @@ def attend(
     scale: float,
     mask: mx.array | str | None = None,
     sinks: mx.array | None = None,
-    tier: str = "mlx",
+    tier: str = "auto",
+    fallback: str = "error",
+    trying: bool = False,
 ) -> mx.array:
     """Attention of some queries over a cache.
 
@@ -43,14 +50,19 @@ def attend(
         scale: Multiplies the dot products.
         mask: ``None``, ``"causal"`` (lower-right aligned) or an array, bool or additive, see :func:`read_mask`.
         sinks: The model's learned attention sinks, (H_q,): one more logit in each softmax.
-        tier: ``"mlx"``, or ``"reference"``: dense float32 over the decoded cache.
+        tier: ``"auto"``: the fastest that fits; ``"kernel"``: the fused kernels for up to 16 queries; ``"mlx"``: plain
+            MLX operations; ``"reference"``: dense float32 over the decoded cache.
+        fallback: What a kernel that fails its probe does, see :class:`~vq_core.cache.policy.LayerPolicy`.
+        trying: The call is that probe.
 
     Returns:
         (B, H_q, L, D_v) in the queries' dtype.
 
     Raises:
         CacheStateError: the cache is empty.
-        UnsupportedShapeError: queries, mask or sinks that do not fit the cache.
+        UnsupportedShapeError: queries, mask or sinks that do not fit the cache, or a tier asked for by name that
+            cannot do it, naming the limit.
+        PluginError: a kernel fails its probe.
     """
     _check(view, queries, sinks)
     B, heads, L, D = queries.shape
@@ -60,6 +72,10 @@ def attend(
         stock = mask if checked.array is None else checked.array.flatten(1, 2)
         out = stock_attention(q, view.keys.exact, view.values.exact, scale=scale, mask=stock, sinks=sinks)
         return out.astype(queries.dtype)
+    if tier in ("auto", "kernel") and max(view.packed):
+        done = _by_kernels(view, queries, scale, checked, sinks, tier, fallback, trying)
+        if done is not None:
+            return done
     compute = mx.float32 if tier == "reference" else compute_dtype(view.keys.exact.dtype)
     q = (queries.astype(mx.float32) * scale).astype(compute).reshape(B, view.heads, heads // view.heads, L, D)
     if tier == "reference":
@@ -69,6 +85,27 @@ def attend(
     else:
         out = attend_tiled(view, q, checked, sinks)
     return out.reshape(B, heads, L, -1).astype(queries.dtype)
+
+
+def _by_kernels(
+    view: CacheView, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None, tier: str, fallback: str,
+    trying: bool,
+) -> mx.array | None:  # fmt: skip
+    """By the fastest kernels that fit; ``None`` where plain operations serve."""
+    found, L = fit(view), queries.shape[2]
+    if L > STEP_QUERIES:
+        if why_tiles(view, found, mask, sinks) or (not trying and proven(view, found, queries, 0, fallback)):
+            return None
+        return attend_scratch(view, found, queries, scale, mask, sinks).astype(queries.dtype)
+    why = found.why
+    if found.kernels is not None:
+        rows = rows_at_once(found.kernels, queries.shape[1] // view.heads * L)
+        why = "" if trying else proven(view, found, queries, rows, fallback)
+        if not why:
+            return attend_fused(view, found.kernels, queries, scale, mask, sinks, found.backend)
+    if tier == "kernel":
+        raise UnsupportedShapeError(f"attention='kernel': {why}; attention='auto' takes what there is")
+    return None
 
 
 def _as_stock(view: CacheView, mask: Mask, sinks: mx.array | None) -> bool:

@@ -11,10 +11,11 @@ from vq_core.api.facts import SIDES
 from vq_core.errors import SettingsError
 from vq_core.plugins.choice import SideChoice, choose
 
-Attention = Literal["auto", "mlx", "reference"]
+Attention = Literal["auto", "kernel", "mlx", "reference"]
 Fallback = Literal["error", "warn"]
 Kernels = Literal["auto", "off", "simulator"]
-ATTENTION: tuple[Attention, ...] = ("auto", "mlx", "reference")
+ATTENTION: tuple[Attention, ...] = ("auto", "kernel", "mlx", "reference")
+ON_DEVICES: tuple[Attention, ...] = ("kernel",)
 KERNELS: tuple[Kernels, ...] = ("auto", "off", "simulator")
 FALLBACK: tuple[Fallback, ...] = ("error", "warn")
 
@@ -41,8 +42,9 @@ class LayerPolicy:
         values: Method of the values.
         residual: The newest tokens that stay exact, R; up to R + block - 1 do.
         sink_tokens: The first tokens of the sequence that stay exact.
-        attention: ``"mlx"``: plain MLX operations on packed codes; ``"reference"``: dense float32 attention over
-            the decoded cache; ``"auto"``: the fastest that fits.
+        attention: ``"kernel"``: the fused kernel on packed codes, for up to 16 queries; ``"mlx"``: plain MLX
+            operations on packed codes; ``"reference"``: dense float32 attention over the decoded cache; ``"auto"``:
+            the fastest that fits.
         fallback: What a failing probe of a method's attention or kernels does: ``"error"``, or ``"warn"``: go on
             without.
         kernels: ``"auto"``: a method's kernels where the device has a backend for them; ``"off"``: plain MLX
@@ -79,10 +81,14 @@ class LayerPolicy:
 
     @property
     def text(self) -> dict[str, Any]:
-        """Keyword arguments that make this policy again on any machine; plain text and numbers."""
-        return {"keys": self.keys.text, "values": self.values.text} | {
-            name: getattr(self, name) for name in ("residual", "sink_tokens", "attention", "fallback")
-        }
+        """Keyword arguments that make this policy again on any machine; plain text and numbers.
+
+        A tier that needs a device is not among them: another machine takes its own fastest.
+        """
+        named = {name: getattr(self, name) for name in ("residual", "sink_tokens", "attention", "fallback")}
+        if self.attention in ON_DEVICES:
+            named["attention"] = "auto"
+        return {"keys": self.keys.text, "values": self.values.text} | named
 
 
 @attrs.frozen
@@ -122,7 +128,7 @@ class CachePolicy:
                     f"layer {index}: give None, a method such as 'kivi:bits=8' or keyword arguments, got {entry!r}"
                 )
             changes = {"method": entry} if isinstance(entry, str) else dict(entry)
-            kept = base.text | {"kernels": base.kernels}
+            kept = base.text | {"kernels": base.kernels, "attention": base.attention}
             if "method" in changes:
                 kept.pop("keys"), kept.pop("values")
             try:

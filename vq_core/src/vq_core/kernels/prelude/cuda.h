@@ -100,3 +100,4 @@ VQ_FN int4 vq_int4(int x, int y, int z, int w) { return make_int4(x, y, z, w); }
 VQ_FN half2 fma(half2 a, half2 b, half2 c) { return __hfma2(a, b, c); }
 template <class U, class T> VQ_FN const U* vq_view(const T* p) { return reinterpret_cast<const U*>(p); }
 template <class U, class T> VQ_FN U* vq_view(T* p) { return reinterpret_cast<U*>(p); }
+template <class U, class T> VQ_FN bool vq_aligned(const T* p) { return reinterpret_cast<ulong>(p) % alignof(U) == 0; }
