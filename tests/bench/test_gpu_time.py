@@ -55,12 +55,11 @@ def test_noise_is_that_of_profiles_in_turn() -> None:
 @pytest.mark.parametrize(
     ("name", "reads"),
     [
-        ("custom_kernel_vq_attend_kivi", True),
-        ("vq_Attend_mma", True),
-        ("vq_attend_merge", False),
+        ("custom_kernel_attend_kivi_kivi_float16", True), ("custom_kernel_matrix_kivi_kivi_2_2", True),
+        ("attend_merge", False), ("custom_kernel_attend_merge_apart", False), ("gemm_matrix_tn", False),
         ("sdpa_vector", False),
     ],
-)
+)  # fmt: skip
 def test_the_pass_that_reads_codes(name: str, reads: bool) -> None:
     assert reads_codes(name) is reads
 

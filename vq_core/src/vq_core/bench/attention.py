@@ -252,7 +252,7 @@ def _copy(copied: int, why_not: str, machine: Callable[[], Machine]) -> dict[str
     """A plain copy: bytes read and written a second, on the best clock there is."""
     pool = [noise((max(8, copied // 2),), "float16", i) for i in range(POOL)]
     moved = 2 * pool[0].nbytes
-    found = compare({"copy": mx.negative}, pool, rounds=4, inner=4, overlap=True, machine=machine)
+    found = compare({"copy": mx.negative}, pool, rounds=4, inner=4, built=True, machine=machine)
     rates = {"queued": moved / found.arms["copy"].median}
     if not why_not:
         profiles = [gpu_time.record_kernels(lambda x=x: mx.negative(x)) for x in pool]  # type: ignore[misc]
