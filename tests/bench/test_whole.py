@@ -202,7 +202,9 @@ def test_decode_has_every_arm(decoded: Any) -> None:
     assert [arm["name"] for arm in decoded["arms"]] == names
     assert [row["context"] for row in decoded["contexts"]] == [160, 320]
     for row in decoded["contexts"]:
-        assert list(row["arms"]) == names and row["grown_to"] > row["context"]
+        # Two samples to check, one to warm up and six orders for each of two names, of two steps.
+        assert list(row["arms"]) == names and row["grown_to"]["pipelined"] == row["context"] + (2 + 2 + 2 * 6) * 2
+        assert row["grown_to"]["synchronous"] == row["grown_to"]["pipelined"] + 2 + 3  # the peak's and the host's
         for name, arm in row["arms"].items():
             for clock in ("pipelined", "synchronous"):
                 rate = arm[clock]["tokens_per_second"]

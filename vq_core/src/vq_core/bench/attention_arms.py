@@ -250,11 +250,12 @@ def build_pool(
         arms: Empty.
         beyond: Bytes that the packed codes of all caches together exceed, if 64 caches do.
         chunk: Tokens of an update.
-        tell: Gets a line about each cache.
+        tell: Gets a line before the first cache and one before the others.
     """
     count, made, smallest = 1, 0, shape.dense_bytes
     while made < count:
-        tell(f"{shape.tokens} tokens: filling cache {made + 1} of {count if made else 'the pool'}")
+        if made < 2:
+            tell(f"{shape.tokens} tokens: filling {'the first cache' if not made else f'{count - 1} more'} of each arm")
         parts = chunks(
             shape.tokens, batch=shape.batch, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=shape.dtype,
             seed=made, chunk=chunk,

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from vq_core.bench.attention import METHODS
 from vq_core.bench.busy import Machine, look
-from vq_core.bench.clock import POOL, compare, environment
+from vq_core.bench.clock import POOL, Comparison, compare, environment
 from vq_core.bench.decode_arms import Arm, filled, lost, make_arms
 from vq_core.bench.decode_limits import longest, prefills, stability
 from vq_core.bench.figures import against, per_second
@@ -140,18 +140,23 @@ def _context(
 ) -> dict[str, Any]:  # fmt: skip
     caches: dict[str, list[Any]] = {}
     facts: dict[str, dict[str, Any]] = {}
-    for arm in arms:
-        tell(f"{context} tokens: filling {arm.name}")
-        caches[arm.name], memory = filled(arm, wanted.geometry, wanted.dtype, context)
-        facts[arm.name] = arm.facts(caches[arm.name]) | memory
-    tell(f"{context} tokens: steps of {len(arms)} arms")
-    tokens = [mx.array([(7 * i + 1) % wanted.geometry.vocab]) for i in range(POOL)]
-    for arm in arms:
-        facts[arm.name]["peak_of_a_step_bytes"] = _peak(model, arm, caches[arm.name], tokens[0])
-    unread = {arm.name: lost(caches[arm.name]) for arm in arms}
-    host = _host(wanted, model, arms, caches, tokens[0])
 
-    def runs(way: Callable[..., mx.array]) -> dict[str, Callable[[mx.array], mx.array]]:
+    def refill() -> None:
+        """Every arm's caches as they were before the steps: what is timed next begins at the same context."""
+        caches.clear()
+        for arm in arms:
+            tell(f"{context} tokens: filling {arm.name}")
+            caches[arm.name], memory = filled(arm, wanted.geometry, wanted.dtype, context)
+            facts.setdefault(arm.name, arm.facts(caches[arm.name]) | memory | {"updates_read_densely": 0})
+            facts[arm.name]["updates_read_densely"] -= lost(caches[arm.name])
+
+    def grown() -> int:
+        """The context that the steps have made, after their dense reads are counted."""
+        for name, held in caches.items():
+            facts[name]["updates_read_densely"] += lost(held)
+        return int(caches[arms[0].name][0].offset)
+
+    def timed(way: Callable[..., mx.array]) -> Comparison:
         def of(arm: Arm) -> Callable[[mx.array], mx.array]:
             def run(token: mx.array) -> mx.array:
                 with arm.running():
@@ -159,10 +164,19 @@ def _context(
 
             return run
 
-        return {arm.name: of(arm) for arm in arms}
+        tell(f"{context} tokens: {way.__name__} steps of {len(arms)} arms")
+        return compare({arm.name: of(arm) for arm in arms}, tokens, rounds=wanted.rounds, warm=1, machine=machine)
 
-    pipelined = compare(runs(rivals.pipelined), tokens, rounds=wanted.rounds, warm=1, machine=machine)
-    synchronous = compare(runs(rivals.synchronous), tokens, rounds=wanted.rounds, warm=1, machine=machine)
+    tokens = [mx.array([(7 * i + 1) % wanted.geometry.vocab]) for i in range(POOL)]
+    refill()
+    pipelined = timed(rivals.pipelined)
+    grown_to = {"pipelined": grown()}
+    refill()
+    for arm in arms:
+        facts[arm.name]["peak_of_a_step_bytes"] = _peak(model, arm, caches[arm.name], tokens[0])
+    host = _host(wanted, model, arms, caches, tokens[0])
+    synchronous = timed(rivals.synchronous)
+    grown_to["synchronous"] = grown()
     base = arms[0].name
     found = {}
     for arm in arms:
@@ -177,15 +191,12 @@ def _context(
         entry["plain_cache_bytes_over_own"] = round(
             facts[base]["cache_bytes"] / max(1, facts[arm.name]["cache_bytes"]), 4
         )  # fmt: skip
-        entry["cache_bytes_after_steps"] = arm.facts(caches[arm.name])["cache_bytes"]
-        entry["updates_read_densely"] = lost(caches[arm.name]) - unread[arm.name]
         found[arm.name] = entry
-    grown = caches[base][0].offset
     caches.clear()
     mx.clear_cache()
     return {
         "context": context,
-        "grown_to": grown,
+        "grown_to": grown_to,
         "steps_a_sample": wanted.steps,
         "dense_bytes": wanted.geometry.dense_bytes(getattr(mx, wanted.dtype).size) * context,
         "arms": found,

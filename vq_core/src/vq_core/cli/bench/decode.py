@@ -105,7 +105,7 @@ def _print(record: dict[str, Any]) -> None:
     ]
     for row in record["contexts"]:
         made = table(
-            f"{row['context']:,} tokens (grown to {row['grown_to']:,})", ("cache",),
+            f"{row['context']:,} tokens (grown to {row['grown_to']['pipelined']:,})", ("cache",),
             ("tokens/s (min-max)", "times", "synchronous", "times", "MiB of cache", "ratio", "peak of a step MiB",
              "host us a layer"),
         )  # fmt: skip
