@@ -61,6 +61,14 @@ def test_attention(vq: Vq, tmp_path: Path) -> None:
     text = figure.read_text()
     for shown in ("queued clock, microseconds", "read by a step, MiB"):
         assert shown in text
+    # The same from the record, as for a machine without matplotlib.
+    later = tmp_path / "later.png"
+    plots.draw_saved(record, later)
+    whole(later)
+    for content, said in (("[]", "no record"), ("{", "not valid JSON"), ('{"benchmark": "x"}', "has no figure")):
+        record.write_text(content)
+        with pytest.raises(SettingsError, match=said):
+            plots.draw_saved(record, later)
 
 
 def test_decode(vq: Vq, tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
-"""Figures of records.  Matplotlib is imported here and only when a figure is asked for."""
+"""Figures of records.  Matplotlib is imported here and only when a figure is asked for.
+
+``python -m vq_core.bench.plots RECORD FIGURE`` draws a saved record, such as one of a machine without matplotlib.
+"""
 
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vq_core.bench.saving import check_target
-from vq_core.errors import SettingsError
+from vq_core.errors import FormatError, SettingsError, VQError
 from vq_core.files.atomic import replacing
+from vq_core.files.jsontext import parse
 
 KINDS = (".png", ".svg")
 MISSING = (
@@ -175,3 +180,29 @@ def _generate(record: Mapping[str, Any]) -> Any:
         axes.invert_yaxis()
         axes.tick_params(labelsize=7)
     return figure
+
+
+def draw_saved(record: Path, figure: Path) -> None:
+    """Draw the figure of a record that ``--json`` has written.
+
+    Raises:
+        SettingsError: as :func:`draw`, or a file that is no record.
+    """
+    try:
+        found = parse(record.expanduser().read_bytes(), str(record))
+    except OSError as error:
+        raise SettingsError(f"the record cannot be read from {record}: {error.strerror or error}") from error
+    except FormatError as error:
+        raise SettingsError(str(error)) from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"{record} is no record of a benchmark: it must hold a JSON object")
+    draw(found, figure)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m vq_core.bench.plots RECORD.json FIGURE.png")
+    try:
+        draw_saved(Path(sys.argv[1]), Path(sys.argv[2]))
+    except VQError as error:
+        sys.exit(f"vq: {error}")
