@@ -103,11 +103,13 @@ VQ_FN float2 {self.prefix}_affine({takes}int t, int c) {{
         return f"{self.prefix}_{function}({', '.join([*arrays, *rest])})"
 
 
-START = """
+PLACE = """
 const uint lane = thread_index_in_simdgroup, sg = simdgroup_index_in_threadgroup, thread = thread_index_in_threadgroup;
 const uint chunk = threadgroup_position_in_grid.x, split = threadgroup_position_in_grid.y;
 const uint B = q_shape[0], heads = q_shape[1], L = q_shape[2], H = exact_k_shape[1], total = heads / H * L;
 const uint b = threadgroup_position_in_grid.z / H, head = threadgroup_position_in_grid.z - b * H, m0 = chunk * uint(M);
+"""
+FACTS = """
 const int packed = rows[b * 8u], first = rows[b * 8u + 1u], recent = rows[b * 8u + 2u], pad = rows[b * 8u + 3u];
 const int hidden = rows[b * 8u + 4u];
 const float scaled = as_type<float>(scale_bits), lowest = -3.0e38f;
@@ -142,17 +144,25 @@ VQ_SHARED(float, marks, {GROUPS * 2} * M);
 """
     return f"""
 {shared}
-{START}
+{PLACE}
+{FACTS}
 if (split < exact_splits) {{
-{_queries("q", key_dim)}
-{_exact(key_dim, value_dim, exact)}
-{finish(value_dim, exact_channels(value_dim), (), "")}
+{exact_part(key_dim, value_dim, exact)}
 }} else {{
 {_queries("prepared" if keys.snippet.prepare else "q", keys.width)}
 {_packed(keys, values, unit)}
 {finish(values.width, values.snippet.channels, values.snippet.units, values.snippet.per)}
 }}
 {merge(widest_value, value_dim, values.width)}
+"""
+
+
+def exact_part(key_dim: int, value_dim: int, dtype: str, masks: bool = True) -> str:
+    """What the exact splits do: text for any skeleton whose body has the names of ``PLACE`` and ``FACTS``."""
+    return f"""
+{_queries("q", key_dim)}
+{_exact(key_dim, value_dim, dtype, masks)}
+{finish(value_dim, exact_channels(value_dim), (), "")}
 """
 
 
@@ -203,7 +213,7 @@ def exact_channels(width: int) -> int:
     return next(c for c in (8, 4, 2, 1) if width % c == 0)
 
 
-def _exact(key_dim: int, value_dim: int, dtype: str) -> str:
+def _exact(key_dim: int, value_dim: int, dtype: str, masks: bool) -> str:
     channels, run = next(c for c in (8, 4, 2, 1) if key_dim % c == 0), exact_channels(value_dim)
     kind = TYPES[dtype]
     load = "VQ_UNROLL\nfor (int j = 0; j < {n}; ++j) u[j] = float({at} + j]);"
@@ -227,7 +237,7 @@ for (uint n = split * {GROUPS}u + sg; n < units; n += exact_splits * {GROUPS}u) 
   VQ_GLOBAL({kind}) from_k = (old ? sink_k : exact_k) + above * {key_dim}u;
   VQ_GLOBAL({kind}) from_v = (old ? sink_v : exact_v) + above * {value_dim}u;
 {scores(frame, key_dim, keys, load.format(n=channels, at=key_at), "", "")}
-{softmax(frame)}
+{softmax(frame, masks)}
 {weighted(values, value_dim, EXACT_UNIT, load.format(n=run, at=value_at), "", "")}
 }}
 """

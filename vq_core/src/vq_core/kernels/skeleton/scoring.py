@@ -163,7 +163,20 @@ def _exchange(frame: Frame, base: bool) -> str:
     return "\n".join(lines)
 
 
-def softmax(frame: Frame) -> str:
+MASK = """
+      if (masked != 0u && seen && i < left) {
+        const uint row = min(m0 + uint(m), total - 1u), query = head * (heads / H) + row / L;
+        const uint mb = uint(mask_shape[0]) == 1u ? 0u : b, mh = uint(mask_shape[1]) == 1u ? 0u : query;
+        const uint ml = uint(mask_shape[2]) == 1u ? 0u : row % L;
+        const uint line = (mb * uint(mask_shape[1]) + mh) * uint(mask_shape[2]) + ml;
+        const float added = mask[line * uint(mask_shape[3]) + uint(place)];
+        score += added * 1.4426950408889634f;
+        seen = added > lowest;
+      }
+"""
+
+
+def softmax(frame: Frame, masks: bool = True) -> str:
     """Masks, the running maximum, the weights; sums so far shrink where the maximum rises."""
     K = frame.owned
     return f"""
@@ -176,15 +189,7 @@ def softmax(frame: Frame) -> str:
       const int place = column + own + i;
       bool seen = place >= pad && place <= last[m];
       float score = f[i * M + m];
-      if (masked != 0u && seen && i < left) {{
-        const uint row = min(m0 + uint(m), total - 1u), query = head * (heads / H) + row / L;
-        const uint mb = uint(mask_shape[0]) == 1u ? 0u : b, mh = uint(mask_shape[1]) == 1u ? 0u : query;
-        const uint ml = uint(mask_shape[2]) == 1u ? 0u : row % L;
-        const uint line = (mb * uint(mask_shape[1]) + mh) * uint(mask_shape[2]) + ml;
-        const float added = mask[line * uint(mask_shape[3]) + uint(place)];
-        score += added * 1.4426950408889634f;
-        seen = added > lowest;
-      }}
+{MASK if masks else ""}
       score = seen ? score : lowest;
       f[i * M + m] = score;
       best = i < left ? max(best, score) : best;
