@@ -12,7 +12,7 @@ from collections.abc import Iterator
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _COLLECTIVES = (
     r"threadgroup_barrier|simdgroup_barrier|simd_(?:shuffle(?:_xor|_up|_down)?|broadcast|ballot|any|all|sum|min|max|"
-    r"prefix_(?:in|ex)clusive_sum)"
+    r"prefix_(?:in|ex)clusive_sum)|vq_mma_m16n8k16|vq_transpose_8x8"
 )
 _COLLECTIVE = re.compile(rf"\b(?:{_COLLECTIVES})\b")
 _LOOP = re.compile(r"\b(for|while|do)\b")
