@@ -116,6 +116,7 @@ class Kernel:
         check: Says why a call is not accepted, before anything is launched; nothing if it is.
         header: Helper functions.
         stands_for: The operation, such as ``"encode+pack"``.
+        compared: What of the outputs is compared with the reference, where their parts are not determined.
         backends: Where it runs. Matrix products and asynchronous copies are CUDA's and the simulator's alone.
         dynamic_bytes: Of threadgroup memory that the body names with ``VQ_DYNAMIC``; CUDA and the simulator alone.
     """
@@ -136,6 +137,7 @@ class Kernel:
     check: Callable[[Call], str] = attrs.field(default=lambda call: "")
     header: str = ""
     stands_for: str = ""
+    compared: Callable[..., Sequence[mx.array]] | None = None
     backends: tuple[Backend, ...] = BACKENDS
     dynamic_bytes: int = 0
     _launches: dict[Any, Launch] = attrs.field(init=False, factory=dict, repr=False)

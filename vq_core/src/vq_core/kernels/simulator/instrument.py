@@ -30,8 +30,9 @@ def helpers_with_collectives(header: str) -> frozenset[str]:
     text = without_comments(header)
     bodies: dict[str, str] = {}
     for at, name in _top_level_calls(text):
-        opening = text.find("{", _close(text, text.index("(", at)))
-        if opening >= 0:
+        closing = _close(text, text.index("(", at))
+        opening = text.find("{", closing)
+        if opening >= 0 and not text[closing:opening].strip():  # else a macro in a list of arguments
             bodies[name] = bodies.get(name, "") + text[opening : _close(text, opening)]
     for macro in re.finditer(r"#[ \t]*define[ \t]+(\w+)((?:\\\n|[^\n])*)", text):
         bodies[macro[1]] = bodies.get(macro[1], "") + macro[2]

@@ -1,0 +1,154 @@
+"""KIVI's snippets for the matrix skeleton: codes of 2, 4 or 8 bits in groups of 32, as tensor cores take them.
+
+A code at the last bits of a float16 is code * 2^-24 exactly, so unpacking is one AND for two codes; the powers of two
+of the places are folded into the query, or into the sums at the end.  Scales multiply the query (keys) and the weights
+(values) in float16; zeros are products of their own.
+
+Error, against float32 attention on the decoded codes: scores carry the rounding of query * scale, sums that of
+weights and of weight * scale, each 2^-11 of itself and independent; relative L2 at most 2e-3 was found wherever scales
+of values lie between 2^-10 and 2^12.  Larger ones can overflow float16 (weights are at most 2^4), smaller ones lose bits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from vq_core.kernels.skeleton.matrix import MatrixField, MatrixSnippet
+from vq_kivi.kernels.device import declines
+from vq_kivi.method import KiviState
+
+UNPACK = """
+// The place, in bits, of a pair in its word's halves after the shift that brings it into the last bits.
+VQ_FN uint kivi_SIDE_place(uint j) { return PLACE; }
+VQ_FN uint kivi_SIDE_pair(uint word, uint j) { return (j < FREE ? word : word >> SHIFT) & (MASK << kivi_SIDE_place(j)); }
+"""
+
+KEYS = """
+// Channels are multiplied by 4 / 2^place, so that a score is the sum of the products times 2^22.
+VQ_FN float matrix_fold(uint pair) { return 4.0f / float(1u << kivi_k_place(pair % PLACES)); }
+VQ_FN uint kivi_unfolded(uint pair, uint j) { return matrix_times(pair, 0x00010001u * (0x3400u + (kivi_k_place(j) << 10))); }
+VQ_FN void matrix_scores(VQ_SHARED_PTR(uint) step, uint lane, VQ_LOCAL_PTR(uint) query, VQ_LOCAL_PTR(float4) c) {
+  const uint t = lane & 3u;
+  float4 z = vq_float4(0.0f, 0.0f, 0.0f, 0.0f);  // rows 0 to 7: query by zeros of the first block, the rest: of the second
+  VQ_UNROLL
+  for (uint x = 0u; x < DIM / 32u; ++x) {
+    const uint4 one = vq_view<uint4>(step + K_ZERO_AT)[x * 4u + t];
+    const uint4 two = vq_view<uint4>(step + (K_ZERO_AT + (UNIT - 1u) * K_ZERO_WORDS))[x * 4u + t];
+    const uint p = 4u * x;
+    z = vq_mma_m16n8k16(z, one.x, two.x, one.y, two.y, kivi_unfolded(query[p], p % PLACES), kivi_unfolded(query[p + 1u], (p + 1u) % PLACES));
+    z = vq_mma_m16n8k16(z, one.z, two.z, one.w, two.w, kivi_unfolded(query[p + 2u], (p + 2u) % PLACES), kivi_unfolded(query[p + 3u], (p + 3u) % PLACES));
+  }
+  const float unit = 1.0f / 4194304.0f;
+  VQ_UNROLL
+  for (uint u = 0u; u < UNIT; ++u) {
+    const float zero0 = (u == 0u ? z.x : z.z) * unit, zero1 = (u == 0u ? z.y : z.w) * unit;
+    float4 c0 = vq_float4(zero0, zero1, zero0, zero1), c1 = c0;
+    VQ_LOCAL(uint, scaled, DIM / 8u);
+    VQ_UNROLL
+    for (uint x = 0u; x < DIM / 32u; ++x) {
+      const uint4 s = vq_view<uint4>(step + (K_SCALE_AT + u * K_SCALE_WORDS))[x * 4u + t];
+      scaled[4u * x] = matrix_times(query[4u * x], s.x);
+      scaled[4u * x + 1u] = matrix_times(query[4u * x + 1u], s.y);
+      scaled[4u * x + 2u] = matrix_times(query[4u * x + 2u], s.z);
+      scaled[4u * x + 3u] = matrix_times(query[4u * x + 3u], s.w);
+    }
+    VQ_UNROLL
+    for (uint x = 0u; x < DIM / CHUNK; ++x) {
+      const uint4 w = vq_view<uint4>(step + (K_CODES_AT + u * K_CODES_WORDS))[x * 32u + lane];
+      VQ_UNROLL
+      for (uint j = 0u; j < PLACES; j += 2u) {
+        const uint b0 = scaled[x * PLACES + j], b1 = scaled[x * PLACES + j + 1u];
+        c0 = vq_mma_m16n8k16(c0, kivi_k_pair(w.x, j), kivi_k_pair(w.y, j), kivi_k_pair(w.x, j + 1u), kivi_k_pair(w.y, j + 1u), b0, b1);
+        c1 = vq_mma_m16n8k16(c1, kivi_k_pair(w.z, j), kivi_k_pair(w.w, j), kivi_k_pair(w.z, j + 1u), kivi_k_pair(w.w, j + 1u), b0, b1);
+      }
+    }
+HALF
+    c[2u * u] = c0;
+    c[2u * u + 1u] = c1;
+  }
+}
+"""
+KEYS_HALF = """
+    const uint2 w = vq_view<uint2>(step + (K_CODES_AT + u * K_CODES_WORDS + DIM / CHUNK * 128u))[lane];
+    VQ_UNROLL
+    for (uint j = 0u; j < PLACES / 2u; j += 2u) {
+      const uint b0 = scaled[DIM / CHUNK * PLACES + j], b1 = scaled[DIM / CHUNK * PLACES + j + 1u];
+      c0 = vq_mma_m16n8k16(c0, kivi_k_pair(w.x, j), kivi_k_pair(w.y, j), kivi_k_pair(w.x, j + 1u), kivi_k_pair(w.y, j + 1u), b0, b1);
+      c1 = vq_mma_m16n8k16(c1, kivi_k_pair(w.x >> 8, j), kivi_k_pair(w.y >> 8, j), kivi_k_pair(w.x >> 8, j + 1u), kivi_k_pair(w.y >> 8, j + 1u), b0, b1);
+    }
+"""
+
+VALUES = """
+VQ_FN void matrix_values(VQ_SHARED_PTR(uint) step, uint lane, VQ_LOCAL_PTR(uint) p, VQ_LOCAL_PTR(float4) acc, VQ_LOCAL_PTR(float4) extra) {
+  const uint t = lane & 3u, ones = lane < 4u ? 0x3c003c00u : 0u;
+  VQ_UNROLL
+  for (uint u = 0u; u < UNIT; ++u) {
+    // Row k of the extra tile: weights by zeros of group k; row 8: the weights.
+    uint4 z = vq_uint4(0u, 0u, 0u, 0u);
+    if (lane < DIM / 8u) z = vq_view<uint4>(step + (V_ZERO_AT + u * V_ZERO_WORDS))[lane];
+    extra[0] = vq_mma_m16n8k16(extra[0], z.x, ones, z.y, ones, p[4u * u], p[4u * u + 1u]);
+    extra[0] = vq_mma_m16n8k16(extra[0], z.z, ones, z.w, ones, p[4u * u + 2u], p[4u * u + 3u]);
+    VQ_LOCAL(uint, scaled, DIM / 8u);
+    VQ_UNROLL
+    for (uint x = 0u; x < DIM / 32u; ++x) {
+      const uint4 s = vq_view<uint4>(step + (V_SCALE_AT + u * V_SCALE_WORDS))[x * 4u + t];
+      scaled[4u * x] = matrix_times(p[4u * u], s.x);
+      scaled[4u * x + 1u] = matrix_times(p[4u * u + 1u], s.y);
+      scaled[4u * x + 2u] = matrix_times(p[4u * u + 2u], s.z);
+      scaled[4u * x + 3u] = matrix_times(p[4u * u + 3u], s.w);
+    }
+    VQ_UNROLL
+    for (uint x = 0u; x < DIM / CHUNK; ++x) {
+      const uint4 w = vq_view<uint4>(step + (V_CODES_AT + u * V_CODES_WORDS))[x * 32u + lane];
+      VQ_UNROLL
+      for (uint j = 0u; j < PLACES; j += 2u) {
+        const uint n = (x * PLACES + j) / 2u, s = n / 2u * 4u;
+        acc[n] = vq_mma_m16n8k16(acc[n], kivi_v_pair(w.x, j), kivi_v_pair(w.x, j + 1u), kivi_v_pair(w.y, j), kivi_v_pair(w.y, j + 1u), scaled[s], scaled[s + 1u]);
+        acc[n] = vq_mma_m16n8k16(acc[n], kivi_v_pair(w.z, j), kivi_v_pair(w.z, j + 1u), kivi_v_pair(w.w, j), kivi_v_pair(w.w, j + 1u), scaled[s + 2u], scaled[s + 3u]);
+      }
+    }
+HALF
+  }
+}
+VQ_FN void matrix_finish(uint lane, VQ_LOCAL_PTR(float4) acc, VQ_LOCAL_PTR(float4) extra) {
+  VQ_UNROLL
+  for (uint n = 0u; n < DIM / 16u; ++n) {
+    const float zero0 = simd_shuffle(extra[0].x, n / 2u * 4u + (lane & 3u)), zero1 = simd_shuffle(extra[0].y, n / 2u * 4u + (lane & 3u));
+    const float by = 16777216.0f / float(1u << kivi_v_place(2u * n % PLACES)), next = 16777216.0f / float(1u << kivi_v_place((2u * n + 1u) % PLACES));
+    acc[n] = vq_float4(acc[n].x * by + zero0, acc[n].y * by + zero1, acc[n].z * next + zero0, acc[n].w * next + zero1);
+  }
+}
+"""
+VALUES_HALF = """
+    const uint2 w = vq_view<uint2>(step + (V_CODES_AT + u * V_CODES_WORDS + DIM / CHUNK * 128u))[lane];
+    VQ_UNROLL
+    for (uint j = 0u; j < PLACES / 2u; j += 2u) {
+      const uint n = (DIM / CHUNK * PLACES + j) / 2u, s = n / 2u * 4u;
+      acc[n] = vq_mma_m16n8k16(acc[n], kivi_v_pair(w.x, j), kivi_v_pair(w.x, j + 1u), kivi_v_pair(w.y, j), kivi_v_pair(w.y, j + 1u), scaled[s], scaled[s + 1u]);
+      acc[n] = vq_mma_m16n8k16(acc[n], kivi_v_pair(w.x >> 8, j), kivi_v_pair(w.x >> 8, j + 1u), kivi_v_pair(w.y >> 8, j), kivi_v_pair(w.y >> 8, j + 1u), scaled[s + 2u], scaled[s + 3u]);
+    }
+"""
+PLACE = {2: "2u * (j < 5u ? j : j - 5u)", 4: "(j & 1u) * 4u", 8: "0u"}
+"""Of the places of a word those that lie in the last 10 bits of a half need no shift; the rest share one."""
+FREE = {2: 5, 4: 2, 8: 1}
+
+
+def snippet(state: KiviState) -> MatrixSnippet | str:
+    """The snippet of a layer side, or why it has none."""
+    return declines(state) or _made(state.side, state.bits, state.head_dim)
+
+
+@cache
+def _made(side: str, bits: int, dim: int) -> MatrixSnippet:
+    keys, places, chunk = side == "keys", 16 // bits, 128 // bits
+    half = (KEYS_HALF if keys else VALUES_HALF) if dim % chunk else ""
+    text = (UNPACK + (KEYS if keys else VALUES)).replace("HALF\n", half)
+    words = {
+        "SIDE": side[0], "PLACES": f"{places}u", "PLACE": PLACE[bits], "FREE": f"{FREE[bits]}u",
+        "SHIFT": f"{FREE[bits] * bits}u", "MASK": f"0x{(2**bits - 1) * 0x10001:08x}u", "DIM": f"{dim}u", "CHUNK": f"{chunk}u",
+    }  # fmt: skip
+    for word, value in words.items():
+        text = text.replace(word, value)
+    fields = (MatrixField("codes", "uint32", dim * bits), MatrixField("scale", "float16", dim // 2),
+              MatrixField("zero", "float16", dim // 2))  # fmt: skip
+    return MatrixSnippet(side, f"kivi{bits}_{side[0]}{dim}", dim, fields, text, 4194304.0)  # type: ignore[arg-type]
