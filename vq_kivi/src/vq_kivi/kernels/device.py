@@ -63,8 +63,8 @@ def to_device(state: KiviState, packed: Mapping[str, mx.array]) -> dict[str, mx.
     codes = unpack_bits(packed["codes"], state.bits)
     if state.side == "keys":
         codes = codes.swapaxes(-1, -2)
-    lead = codes.shape[:-2]
-    codes = codes.reshape(*lead, -1, BLOCK, state.head_dim)
+    lead, blocks, D = codes.shape[:-2], codes.shape[-2] // BLOCK, state.head_dim
+    codes = codes.reshape(*lead, blocks, BLOCK, D)
     parts = [
         _words(state.side, state.bits, codes[..., begin : begin + width])
         for begin, width in _chunks(state.bits, state.head_dim)
@@ -73,35 +73,35 @@ def to_device(state: KiviState, packed: Mapping[str, mx.array]) -> dict[str, mx.
     for name in ("scale", "zero"):
         x = packed[name]
         if state.side == "keys":  # (D, blocks) -> channels (x, k, t, b) -> (x, t, k, b)
-            x = x.swapaxes(-1, -2).reshape(*lead, -1, state.head_dim // 32, 4, 4, 2)
+            x = x.swapaxes(-1, -2).reshape(*lead, blocks, D // 32, 4, 4, 2)
             x = x.swapaxes(-2, -3)
         else:  # (tokens, groups) -> tokens (i, a, t, b), groups -> (group, t, i, a, b)
-            x = x.reshape(*lead, -1, 2, 2, 4, 2, state.head_dim // 32)
+            x = x.reshape(*lead, blocks, 2, 2, 4, 2, D // 32)
             x = _moved(x, "iatbg", "gtiab")
-        found[name] = x.reshape(*lead, -1, state.head_dim)
+        found[name] = x.reshape(*lead, blocks, D)
     return found
 
 
 def from_device(state: KiviState, held: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Undo :func:`to_device`."""
     words, at, parts = held["codes"], 0, []
-    lead = words.shape[:-2]
+    lead, blocks, D = words.shape[:-2], words.shape[-2], state.head_dim
     for _, width in _chunks(state.bits, state.head_dim):
         size = width * state.bits
         parts.append(_codes(state.side, state.bits, words[..., at : at + size], width))
         at += size
     codes = mx.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-    codes = codes.reshape(*lead, -1, state.head_dim)
+    codes = codes.reshape(*lead, blocks * BLOCK, D)
     codes = codes.swapaxes(-1, -2) if state.side == "keys" else codes
     found = {"codes": pack_bits(codes, state.bits)}
     for name in ("scale", "zero"):
         x = held[name]
         if state.side == "keys":
-            x = x.reshape(*lead, -1, state.head_dim // 32, 4, 4, 2).swapaxes(-2, -3)
-            found[name] = x.reshape(*lead, -1, state.head_dim).swapaxes(-1, -2)
+            x = x.reshape(*lead, blocks, D // 32, 4, 4, 2).swapaxes(-2, -3)
+            found[name] = x.reshape(*lead, blocks, D).swapaxes(-1, -2)
         else:
-            x = x.reshape(*lead, -1, state.head_dim // 32, 4, 2, 2, 2)
-            found[name] = _moved(x, "gtiab", "iatbg").reshape(*lead, -1, state.head_dim // 32)
+            x = x.reshape(*lead, blocks, D // 32, 4, 2, 2, 2)
+            found[name] = _moved(x, "gtiab", "iatbg").reshape(*lead, blocks * BLOCK, D // 32)
     return found
 
 
@@ -143,7 +143,7 @@ def _words(side: Side, bits: int, codes: mx.array) -> mx.array:
     have, want, sizes = _axes(side, bits, codes.shape[-1])
     lead = codes.shape[:-2]
     x = _moved(codes.reshape(*lead, *(sizes[name] for name in have)), have, want)
-    pairs = mx.left_shift(x.reshape(*lead, -1, 32 // bits), _shifts(bits))
+    pairs = mx.left_shift(x.reshape(*lead, codes.shape[-1] * bits, 32 // bits), _shifts(bits))
     return pairs.sum(axis=-1).astype(mx.uint32)
 
 

@@ -29,20 +29,20 @@ VQ_FN float matrix_fold(uint pair) { return 4.0f / float(1u << kivi_k_place(pair
 VQ_FN uint kivi_unfolded(uint pair, uint j) { return matrix_times(pair, 0x00010001u * (0x3400u + (kivi_k_place(j) << 10))); }
 VQ_FN void matrix_scores(VQ_SHARED_PTR(uint) step, uint lane, VQ_LOCAL_PTR(uint) query, VQ_LOCAL_PTR(float4) c) {
   const uint t = lane & 3u;
-  float4 z = vq_float4(0.0f, 0.0f, 0.0f, 0.0f);  // rows 0 to 7: query by zeros of the first block, the rest: of the second
+  // Query by zeros, of the first block in rows 0 to 7, of the second in the rest. Added last: nothing waits for them.
+  float4 z = vq_float4(0.0f, 0.0f, 0.0f, 0.0f), y = z;
   VQ_UNROLL
   for (uint x = 0u; x < DIM / 32u; ++x) {
     const uint4 one = vq_view<uint4>(step + K_ZERO_AT)[x * 4u + t];
     const uint4 two = vq_view<uint4>(step + (K_ZERO_AT + (UNIT - 1u) * K_ZERO_WORDS))[x * 4u + t];
     const uint p = 4u * x;
     z = vq_mma_m16n8k16(z, one.x, two.x, one.y, two.y, kivi_unfolded(query[p], p % PLACES), kivi_unfolded(query[p + 1u], (p + 1u) % PLACES));
-    z = vq_mma_m16n8k16(z, one.z, two.z, one.w, two.w, kivi_unfolded(query[p + 2u], (p + 2u) % PLACES), kivi_unfolded(query[p + 3u], (p + 3u) % PLACES));
+    y = vq_mma_m16n8k16(y, one.z, two.z, one.w, two.w, kivi_unfolded(query[p + 2u], (p + 2u) % PLACES), kivi_unfolded(query[p + 3u], (p + 3u) % PLACES));
   }
   const float unit = 1.0f / 4194304.0f;
   VQ_UNROLL
   for (uint u = 0u; u < UNIT; ++u) {
-    const float zero0 = (u == 0u ? z.x : z.z) * unit, zero1 = (u == 0u ? z.y : z.w) * unit;
-    float4 c0 = vq_float4(zero0, zero1, zero0, zero1), c1 = c0;
+    float4 c0 = vq_float4(0.0f, 0.0f, 0.0f, 0.0f), c1 = c0;
     VQ_LOCAL(uint, scaled, DIM / 8u);
     VQ_UNROLL
     for (uint x = 0u; x < DIM / 32u; ++x) {
@@ -63,8 +63,9 @@ VQ_FN void matrix_scores(VQ_SHARED_PTR(uint) step, uint lane, VQ_LOCAL_PTR(uint)
       }
     }
 HALF
-    c[2u * u] = c0;
-    c[2u * u + 1u] = c1;
+    const float zero0 = u == 0u ? z.x + y.x : z.z + y.z, zero1 = u == 0u ? z.y + y.y : z.w + y.w;
+    c[2u * u] = vq_float4(fma(zero0, unit, c0.x), fma(zero1, unit, c0.y), fma(zero0, unit, c0.z), fma(zero1, unit, c0.w));
+    c[2u * u + 1u] = vq_float4(fma(zero0, unit, c1.x), fma(zero1, unit, c1.y), fma(zero0, unit, c1.z), fma(zero1, unit, c1.w));
   }
 }
 """

@@ -26,6 +26,7 @@ NUMBERS = ("scale_bits", "causal", "splits", "exact_splits", "regular")
 FACTS = 8
 """Numbers that ``rows`` holds of a row: packed tokens, first tokens, window tokens, left padding, hidden tokens."""
 MOST_ELEMENTS = 2**32
+INFINITE_BITS = 0x7F800000
 
 
 @attrs.frozen
@@ -272,6 +273,8 @@ def _wrong(call: Call, keys: MatrixSnippet, values: MatrixSnippet) -> str:
         return f"{q[2]} queries a row: at most {MOST_QUERIES} are accepted"
     if rows != (q[0], FACTS):
         return f"rows {rows} must be {(q[0], FACTS)}"
+    if not 0 < numbers["scale_bits"] < INFINITE_BITS:
+        return "the scale must be above 0 and finite"
     heads = None
     for snippet in (keys, values):
         k, pages = snippet.prefix, None

@@ -43,9 +43,24 @@ const uint b = threadgroup_position_in_grid.z, held = min(M - m0, 8u);
 """
 
 PACKED = """
+// The first copies are under way before anything else is read.
+const int packed = rows[b * 8u], window = rows[b * 8u + 2u], hidden = max(rows[b * 8u + 4u] - rows[b * 8u + 1u], 0);
+const uint begin = uint(hidden) / STEP, steps = (uint(packed) + STEP - 1u) / STEP;
+const uint parts = splits - exact_splits, count = steps > begin ? steps - begin : 0u, per = (count + parts - 1u) / parts;
+const uint low = begin + min((split - exact_splits) * per, count), high = min(steps, low + per);
+VQ_SHARED_PTR(uint4) own = vq_view<uint4>(ring) + warp * (STAGES * STEP_SIZE);
+uint next = low + warp, fill = 0u;
+VQ_UNROLL
+for (uint i = 0u; i + 1u < STAGES; ++i) {
+  if (next < high) {
+    VQ_SHARED_PTR(uint4) to = own + fill * STEP_SIZE;
+    LOAD
+  }
+  vq_copy_commit();
+  next += WARPS;
+  fill = fill + 1u == STAGES ? 0u : fill + 1u;
+}
 VQ_LOCAL(uint, query, PAIRS);
-VQ_LOCAL(float4, acc, TILES);
-VQ_LOCAL(float4, extra, 1);
 float back = 1.0f;
 {
   // The lane's part of query row g: channels 8 p + 2 t and the next, as halves below 1 with the power of two apart.
@@ -73,93 +88,76 @@ float back = 1.0f;
 }
 const float scale = as_type<float>(scale_bits) * KEY_SCALE;
 const float scale0 = scale * simd_shuffle(back, 8u * t), scale1 = scale * simd_shuffle(back, 8u * t + 4u);
-// Of a row's packed tokens a query sees `from` to `end`, all of its lane's two columns those below `least`.
-const int packed = rows[b * 8u], window = rows[b * 8u + 2u], hidden = max(rows[b * 8u + 4u] - rows[b * 8u + 1u], 0);
+// Of a row's packed tokens a query sees `hidden` to `end`, all of its lane's two columns those below `least`.
 const int after = causal != 0u ? window - int(L) + 1 : int(L);
 const uint row0 = min(m0 + 2u * t, M - 1u), row1 = min(m0 + 2u * t + 1u, M - 1u);
 const int end0 = min(packed, packed + after + int(row0 - row0 / L * L));
 const int end1 = min(packed, packed + after + int(row1 - row1 / L * L)), least = min(packed, packed + after);
+VQ_LOCAL(float4, acc, TILES);
+VQ_LOCAL(float4, extra, 1);
 VQ_UNROLL
 for (uint i = 0u; i < TILES; ++i) acc[i] = vq_float4(0.0f, 0.0f, 0.0f, 0.0f);
 extra[0] = vq_float4(0.0f, 0.0f, 0.0f, 0.0f);
 float top0 = -1e30f, top1 = -1e30f;
-{
-  const uint begin = uint(hidden) / STEP, steps = (uint(packed) + STEP - 1u) / STEP;
-  const uint parts = splits - exact_splits, count = steps > begin ? steps - begin : 0u, per = (count + parts - 1u) / parts;
-  const uint low = begin + min((split - exact_splits) * per, count), high = min(steps, low + per);
-  VQ_SHARED_PTR(uint4) own = vq_view<uint4>(ring) + warp * (STAGES * STEP_SIZE);
-  uint next = low + warp, fill = 0u;
+uint slot = 0u;
+for (uint step = low + warp; step < high; step += WARPS) {
+  if (next < high) {
+    VQ_SHARED_PTR(uint4) to = own + fill * STEP_SIZE;
+    LOAD
+  }
+  vq_copy_commit();
+  next += WARPS;
+  fill = fill + 1u == STAGES ? 0u : fill + 1u;
+  vq_copy_wait<int(STAGES) - 1>();
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  VQ_SHARED_PTR(uint) mine = ring + (warp * STAGES + slot) * (STEP_SIZE * 4u);
+  slot = slot + 1u == STAGES ? 0u : slot + 1u;
+  VQ_LOCAL(float4, c, 2 * UNIT);
+  VQ_LOCAL(uint, p, 4 * UNIT);
+  matrix_scores(mine, lane, query, c);
+  float most0 = -INFINITY, most1 = -INFINITY;
+  const int token = int(step * STEP);
+  if (token < hidden || token + int(STEP) > least) {
+    VQ_UNROLL
+    for (uint i = 0u; i < 2u * UNIT; ++i) {
+      const int one = token + int(16u * i + g), two = one + 8;
+      c[i] = vq_float4(
+          one < hidden || one >= end0 ? -INFINITY : c[i].x, one < hidden || one >= end1 ? -INFINITY : c[i].y,
+          two < hidden || two >= end0 ? -INFINITY : c[i].z, two < hidden || two >= end1 ? -INFINITY : c[i].w);
+    }
+  }
   VQ_UNROLL
-  for (uint i = 0u; i + 1u < STAGES; ++i) {
-    if (next < high) {
-      VQ_SHARED_PTR(uint4) to = own + fill * STEP_SIZE;
-      LOAD
-    }
-    vq_copy_commit();
-    next += WARPS;
-    fill = fill + 1u == STAGES ? 0u : fill + 1u;
+  for (uint i = 0u; i < 2u * UNIT; ++i) {
+    most0 = max(most0, max(c[i].x, c[i].z));
+    most1 = max(most1, max(c[i].y, c[i].w));
   }
-  uint slot = 0u;
-  for (uint step = low + warp; step < high; step += WARPS) {
-    if (next < high) {
-      VQ_SHARED_PTR(uint4) to = own + fill * STEP_SIZE;
-      LOAD
-    }
-    vq_copy_commit();
-    next += WARPS;
-    fill = fill + 1u == STAGES ? 0u : fill + 1u;
-    vq_copy_wait<int(STAGES) - 1>();
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    VQ_SHARED_PTR(uint) mine = ring + (warp * STAGES + slot) * (STEP_SIZE * 4u);
-    slot = slot + 1u == STAGES ? 0u : slot + 1u;
-    VQ_LOCAL(float4, c, 2 * UNIT);
-    VQ_LOCAL(uint, p, 4 * UNIT);
-    matrix_scores(mine, lane, query, c);
-    float most0 = -INFINITY, most1 = -INFINITY;
+  most0 *= scale0;
+  most1 *= scale1;
+  if (simd_any(most0 > top0 + HEADROOM || most1 > top1 + HEADROOM)) {
     VQ_UNROLL
-    for (uint i = 0u; i < 2u * UNIT; ++i)
-      c[i] = vq_float4(c[i].x * scale0, c[i].y * scale1, c[i].z * scale0, c[i].w * scale1);
-    const int token = int(step * STEP);
-    if (token < hidden || token + int(STEP) > least) {
-      VQ_UNROLL
-      for (uint i = 0u; i < 2u * UNIT; ++i) {
-        const int one = token + int(16u * i + g), two = one + 8;
-        c[i] = vq_float4(
-            one < hidden || one >= end0 ? -INFINITY : c[i].x, one < hidden || one >= end1 ? -INFINITY : c[i].y,
-            two < hidden || two >= end0 ? -INFINITY : c[i].z, two < hidden || two >= end1 ? -INFINITY : c[i].w);
-      }
+    for (uint o = 4u; o < 32u; o <<= 1) {
+      most0 = max(most0, simd_shuffle_xor(most0, o));
+      most1 = max(most1, simd_shuffle_xor(most1, o));
     }
+    most0 = max(most0, top0);
+    most1 = max(most1, top1);
+    const float less0 = vq_exp2_fast(top0 - most0), less1 = vq_exp2_fast(top1 - most1);
+    top0 = most0;
+    top1 = most1;
     VQ_UNROLL
-    for (uint i = 0u; i < 2u * UNIT; ++i) {
-      most0 = max(most0, max(c[i].x, c[i].z));
-      most1 = max(most1, max(c[i].y, c[i].w));
-    }
-    if (simd_any(most0 > top0 + HEADROOM || most1 > top1 + HEADROOM)) {
-      VQ_UNROLL
-      for (uint o = 4u; o < 32u; o <<= 1) {
-        most0 = max(most0, simd_shuffle_xor(most0, o));
-        most1 = max(most1, simd_shuffle_xor(most1, o));
-      }
-      most0 = max(most0, top0);
-      most1 = max(most1, top1);
-      const float less0 = vq_exp2_fast(top0 - most0), less1 = vq_exp2_fast(top1 - most1);
-      top0 = most0;
-      top1 = most1;
-      VQ_UNROLL
-      for (uint i = 0u; i < TILES; ++i)
-        acc[i] = vq_float4(acc[i].x * less0, acc[i].y * less1, acc[i].z * less0, acc[i].w * less1);
-      extra[0] = vq_float4(extra[0].x * less0, extra[0].y * less1, extra[0].z * less0, extra[0].w * less1);
-    }
-    VQ_UNROLL
-    for (uint i = 0u; i < 2u * UNIT; ++i) {
-      p[2u * i] = vq_transpose_8x8(vq_half_pair(vq_exp2_fast(c[i].x - top0), vq_exp2_fast(c[i].y - top1)));
-      p[2u * i + 1u] = vq_transpose_8x8(vq_half_pair(vq_exp2_fast(c[i].z - top0), vq_exp2_fast(c[i].w - top1)));
-    }
-    matrix_values(mine, lane, p, acc, extra);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint i = 0u; i < TILES; ++i)
+      acc[i] = vq_float4(acc[i].x * less0, acc[i].y * less1, acc[i].z * less0, acc[i].w * less1);
+    extra[0] = vq_float4(extra[0].x * less0, extra[0].y * less1, extra[0].z * less0, extra[0].w * less1);
   }
-  vq_copy_wait<0>();
+  VQ_UNROLL
+  for (uint i = 0u; i < 2u * UNIT; ++i) {
+    p[2u * i] = vq_transpose_8x8(vq_half_pair(vq_exp2_fast(fma(c[i].x, scale0, -top0)), vq_exp2_fast(fma(c[i].y, scale1, -top1))));
+    p[2u * i + 1u] = vq_transpose_8x8(vq_half_pair(vq_exp2_fast(fma(c[i].z, scale0, -top0)), vq_exp2_fast(fma(c[i].w, scale1, -top1))));
+  }
+  matrix_values(mine, lane, p, acc, extra);
+  simdgroup_barrier(mem_flags::mem_threadgroup);
 }
+vq_copy_wait<0>();
 matrix_finish(lane, acc, extra);
 // The warps' sums become one: a row of 8 queries a warp, padded so that no two lanes meet in a bank.
 threadgroup_barrier(mem_flags::mem_threadgroup);
