@@ -1,0 +1,183 @@
+"""Quantize and pack straight into the device form: one launch, one piece of memory for each block of 32 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+
+from vq_core.api import SIDES, Side
+from vq_core.kernels import Backend, Call, Case, Kernel, Output
+from vq_kivi import method
+from vq_kivi.kernels import bodies, device
+from vq_kivi.kernels.cases import packing_cases
+from vq_kivi.kernels.reference import metadata_dtype, name_of, packed, state_of
+
+THREADS = 128
+MOST = 2**31
+SLAB = {"keys": 128, "values": 64}
+"""Channels of a threadgroup: whole chunks, see :mod:`vq_kivi.kernels.device`."""
+
+# Words from the codes of a slab, kept in threadgroup memory as streams. `channel` and `token` are of place j, half b.
+GATHER = """
+threadgroup_barrier(mem_flags::mem_threadgroup);
+const uint places = 16u / uint(bits), chunk = 128u / uint(bits), wide = min(D - d0, SLAB), mask = (1u << bits) - 1u;
+for (uint o = thread; o < wide * uint(bits); o += 128u) {
+  const uint from = o / 128u * chunk, r = o % 128u;
+  const bool half_chunk = from + chunk > wide;
+  const uint lane = half_chunk ? r / 2u : r / 4u, g = lane / 4u, t = lane & 3u, a = r & 1u, split = places / 2u;
+  uint found = 0u;
+  VQ_UNROLL
+  for (uint j = 0u; j < places; ++j) {
+    const uint i = half_chunk ? j / split : (r / 2u) & 1u, place = half_chunk ? j % split : j;
+    VQ_UNROLL
+    for (uint b = 0u; b < 2u; ++b) {
+      const uint channel = from + 8u * place + CHANNEL, token = 16u * i + 8u * a + TOKEN;
+      const uint code = (tile[STREAM] >> (BIT % 32u)) & mask;
+      found |= code << (uint(bits) * j + 16u * b);
+    }
+  }
+  codes[(block * D + d0) * uint(bits) + o] = found;
+}
+"""
+
+KEYS = (
+    """
+// x (B, H, n, D) -> codes (B, H, n / 32, D * bits), scale and zero (B, H, n / 32, D). A thread takes a channel of a block.
+VQ_SHARED(uint, tile, 128 * bits);
+const uint n = x_shape[2], D = x_shape[3], size = 32u, across = (D + 127u) / 128u;
+const uint block = threadgroup_position_in_grid.x / across, d0 = (threadgroup_position_in_grid.x - block * across) * 128u;
+const uint thread = thread_index_in_threadgroup, d = min(d0 + thread, D - 1u), c = 0u;
+const uint first = block * 32u * D + d;
+"""
+    + bodies.KEYS_RANGE
+    + bodies._words(32, bodies.KEY, "bits")
+    + """
+VQ_UNROLL
+for (int k = 0; k < bits; ++k) {
+  const uint one = word[k];
+  tile[thread * uint(bits) + uint(k)] = one;
+}
+"""
+    + GATHER.replace("SLAB", "128u")
+    .replace("CHANNEL", "2u * t + b")
+    .replace("TOKEN", "g")
+    .replace("STREAM", "channel * uint(bits) + token * uint(bits) / 32u")
+    .replace("BIT", "(token * uint(bits))")
+    + """
+if (d0 + thread < D) {
+  const uint at = block * D + d / 32u * 32u + d % 8u / 2u * 8u + d % 32u / 8u * 2u + (d & 1u);
+  scale[at] = M(step);
+  zero[at] = M(low);
+}
+"""
+)
+
+VALUES = (
+    """
+// x (B, H, n, D) -> codes (B, H, n / 32, D * bits), scale and zero (B, H, n / 32, D). A thread takes 16 channels of a token.
+VQ_SHARED(uint, tile, 64 * bits);
+const uint n = x_shape[2], D = x_shape[3], across = (D + 63u) / 64u, lanes = 2u;
+const uint block = threadgroup_position_in_grid.x / across, d0 = (threadgroup_position_in_grid.x - block * across) * 64u;
+const uint thread = thread_index_in_threadgroup, own_token = thread / 4u, part = thread & 3u;
+const uint group = min(d0 / 32u + part / 2u, D / 32u - 1u), channel = group * 32u + (part & 1u) * 16u;
+const uint row = block * 32u + own_token, first = row * D + channel;
+"""
+    + bodies.VALUES_GROUP
+    + bodies._words(16, "v[t]", "(bits + 1) / 2")
+    + """
+VQ_UNROLL
+for (int k = 0; k < bits / 2; ++k) {
+  const uint one = word[k];
+  tile[thread * uint(bits / 2) + uint(k)] = one;
+}
+if ((part & 1u) == 0u && d0 + part * 16u < D) {
+  const uint at = block * D + group * 32u + own_token % 8u / 2u * 8u + own_token / 8u * 2u + (own_token & 1u);
+  scale[at] = M(step);
+  zero[at] = M(low);
+}
+"""
+    + GATHER.replace("SLAB", "64u")
+    .replace("CHANNEL", "g")
+    .replace("TOKEN", "2u * t + b")
+    .replace("STREAM", "token * uint(2 * bits) + channel * uint(bits) / 32u")
+    .replace("BIT", "(channel * uint(bits))")
+)
+
+
+def _shape(words: Callable[[Call], int]) -> Callable[[Call], tuple[int, ...]]:
+    def of(call: Call) -> tuple[int, ...]:
+        B, H, n, D = call.shapes["x"]
+        return (B, H, n // device.BLOCK, D * words(call))
+
+    return of
+
+
+def _check(call: Call) -> str:
+    x = call.shapes["x"]
+    if len(x) != 4 or x[2] % device.BLOCK or x[3] % device.BLOCK:
+        return f"x {x} must be (B, H, n, D) with n and D multiples of {device.BLOCK}"
+    wanted = metadata_dtype(call.parameters["T"])
+    if call.parameters["M"] != wanted:
+        return f"scale and zero of {call.parameters['T']} numbers are {wanted}, not {call.parameters['M']}"
+    count = x[0] * x[1] * x[2] * x[3]
+    return f"x {x} has {count} elements; fewer than {MOST} are accepted" if count >= MOST else ""
+
+
+def _reference(side: Side) -> Callable[..., tuple[mx.array, ...]]:
+    def pack(x: mx.array, *, bits: int, **rest: object) -> tuple[mx.array, ...]:
+        state = state_of(side, bits, device.BLOCK, x.shape[3], name_of(x))
+        rows = dict(zip(("codes", "scale", "zero"), packed(side)(x, bits=bits, size=device.BLOCK), strict=True))
+        return tuple(device.to_device(state, rows).values())
+
+    return pack
+
+
+def _cases(side: Side) -> Callable[[], Iterator[Case]]:
+    def cases() -> Iterator[Case]:
+        for case in packing_cases(side)():
+            x, given = case.inputs[0], case.parameters
+            if x.dtype == mx.float32 or given["bits"] not in device.BITS or given["size"] != 32 or x.shape[3] < 32:
+                continue
+            tokens, channels = -(-x.shape[2] // 32) * 32, x.shape[3] // 32 * 32
+            x = mx.pad(x[..., :channels], [(0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0)], mode="edge")
+            yield Case((x,), {"bits": given["bits"], "M": given["M"]}, f"{case.name} as {x.shape}")
+
+    return cases
+
+
+def _packer(side: Side) -> Kernel:
+    def threadgroups(call: Call) -> tuple[int, int, int]:
+        B, H, n, D = call.shapes["x"]
+        return (B * H * (n // device.BLOCK) * -(-D // SLAB[side]), 1, 1)
+
+    return Kernel(
+        name=f"kivi_device_pack_{side}",
+        stands_for="encode+pack, device form",
+        body=KEYS if side == "keys" else VALUES,
+        header=bodies.HELPERS,
+        inputs={"x": "T"},
+        outputs={
+            "codes": Output("uint32", _shape(lambda call: call.parameters["bits"])),
+            "scale": Output("M", _shape(lambda call: 1)),
+            "zero": Output("M", _shape(lambda call: 1)),
+        },
+        parameters={"T": ("float16", "bfloat16"), "M": ("float16", "float32"), "bits": device.BITS},
+        threads=lambda call: (THREADS, 1, 1),
+        threadgroups=threadgroups,
+        equals=_reference(side),
+        cases=_cases(side),
+        check=_check,
+        backends=("cuda", "simulator"),
+    )
+
+
+PACK = {side: _packer(side) for side in SIDES}
+
+
+def pack(state: method.KiviState, x: mx.array, backend: Backend, **rest: object) -> dict[str, mx.array]:
+    """What ``vq_encode``, ``vq_pack`` and ``to_device`` do, in one launch."""
+    given = {"bits": state.bits, "M": metadata_dtype(name_of(x))}
+    codes, scale, zero = PACK[state.side](x, backend=backend, **given)
+    scale, zero = method.stored(state, scale, zero)
+    return {"codes": codes, "scale": scale, "zero": zero}
