@@ -14,21 +14,34 @@ from vq_core.testing.observe import assert_same, snapshot
 PROMPT, NEW = 150, 12
 
 
-def test_the_text_does_not_depend_on_kernels(compress: Callable[..., Any], generate: Callable[..., Any]) -> None:
-    found = {}
-    for kernels in ("off", "simulator"):
-        model, tokenizer = load(MODEL_PATH)
-        handle = compress(model, "kivi:bits=2", residual=16, sink_tokens=2, kernels=kernels)
-        caches = handle.make_cache()
-        prompt = mx.array(tokenizer.encode(heldout_text())[:PROMPT])
-        found[kernels] = generate(model, prompt, NEW, prompt_cache=caches, prefill_step_size=64), caches
-        handle.undo()
-    (tokens, logprobs), caches = found["simulator"]
-    (plain_tokens, plain_logprobs), plain = found["off"]
+def run(compress: Callable[..., Any], generate: Callable[..., Any], kernels: str, attention: str) -> tuple[Any, ...]:
+    model, tokenizer = load(MODEL_PATH)
+    handle = compress(model, "kivi:bits=2", residual=16, sink_tokens=2, kernels=kernels, attention=attention)
+    caches = handle.make_cache()
+    prompt = mx.array(tokenizer.encode(heldout_text())[:PROMPT])
+    tokens, logprobs = generate(model, prompt, NEW, prompt_cache=caches, prefill_step_size=64)
+    handle.undo()
+    return tokens, logprobs, caches
+
+
+def test_packing_by_kernels_changes_no_bit(compress: Callable[..., Any], generate: Callable[..., Any]) -> None:
+    tokens, logprobs, caches = run(compress, generate, "simulator", "mlx")
+    plain_tokens, plain_logprobs, plain = run(compress, generate, "off", "mlx")
     assert tokens == plain_tokens
     assert_same(logprobs, plain_logprobs, "log-probabilities")
     for number, (quick, slow) in enumerate(zip(caches, plain, strict=True)):
         assert_same(snapshot(quick), snapshot(slow), f"layer {number}")
         report = quick.report()
         assert report.packed >= 96 and sum("(simulator)" in line for line in report.operations) == 6
-        assert report.attentions > 0
+        assert report.attentions > 0 and report.attention == "mlx"
+
+
+def test_the_text_does_not_depend_on_kernels(compress: Callable[..., Any], generate: Callable[..., Any]) -> None:
+    """Attention too by a kernel: the same text, numbers within what the order of sums makes."""
+    tokens, logprobs, caches = run(compress, generate, "simulator", "auto")
+    plain_tokens, plain_logprobs, plain = run(compress, generate, "off", "auto")
+    assert tokens == plain_tokens
+    assert mx.abs(mx.exp(logprobs) - mx.exp(plain_logprobs)).max() < 1e-3
+    for quick, slow in zip(caches, plain, strict=True):
+        assert quick.report().attention.startswith("kernel (simulator): attend_kivi_keys_2_32_kivi_values_2_32")
+        assert slow.report().attention == "mlx (kernel: kernels='off')"

@@ -4,6 +4,7 @@ import attrs
 import mlx.core as mx
 
 from vq_core.api import Capabilities, Field, Layout, MethodFacts, hookimpl
+from vq_core.kernels import Snippet
 
 
 @attrs.frozen
@@ -50,3 +51,15 @@ def vq_pack(codes):
 @hookimpl
 def vq_decode(packed):
     return packed["codes"].astype(mx.float32) * packed["step"] + packed["mean"]
+
+
+@hookimpl
+def vq_snippet(state, side):
+    tokens = 2 if side == "keys" else 1
+    numbers = """
+for (int i = 0; i < N; ++i) {
+  const float by = step[t + i];
+  for (int j = 0; j < 8; ++j) u[i * 8 + j] = float(codes[(t + i) * D + c + j]) * by + float(mean[c + j]);
+}
+"""
+    return Snippet("centred", tokens, 8, numbers, integers={"N": tokens, "D": state.head_dim})

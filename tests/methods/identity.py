@@ -4,6 +4,7 @@ import attrs
 import mlx.core as mx
 
 from vq_core.api import Capabilities, Field, Layout, MethodFacts, hookimpl
+from vq_core.kernels import Snippet
 
 
 @attrs.frozen
@@ -40,3 +41,10 @@ def vq_pack(codes):
 @hookimpl
 def vq_decode(packed):
     return packed["x"].astype(mx.float32)
+
+
+@hookimpl
+def vq_snippet(state, side):
+    tokens = 2 if side == "keys" else 1
+    numbers = "for (int i = 0; i < N; ++i) for (int j = 0; j < 8; ++j) u[i * 8 + j] = float(x[(t + i) * D + c + j]);"
+    return Snippet("identity", tokens, 8, numbers, integers={"N": tokens, "D": state.head_dim})

@@ -13,6 +13,7 @@ from vq_core.api import (
     hookimpl,
     setting,
 )
+from vq_core.kernels import Snippet
 
 HEAD_DIMS = (64, 128)
 
@@ -55,3 +56,10 @@ def vq_pack(codes):
 @hookimpl
 def vq_decode(packed):
     return packed["x"].swapaxes(-1, -2).astype(mx.float32)
+
+
+@hookimpl
+def vq_snippet(state):
+    """Values along tokens, so a tile is some of those too."""
+    numbers = "for (int i = 0; i < 4; ++i) for (int j = 0; j < 4; ++j) u[i * 4 + j] = float(x[(c + j) * 64 + t + i]);"
+    return Snippet("picky", 4, 4, numbers)

@@ -5,6 +5,7 @@ import mlx.core as mx
 
 from vq_core.api import Capabilities, Field, Layout, MethodFacts, hookimpl, setting
 from vq_core.codec import bits, rotation
+from vq_core.kernels import Snippet
 
 
 @attrs.frozen
@@ -62,3 +63,19 @@ def vq_decode(state, packed):  # the vector whose dot product with a query is th
 @hookimpl
 def vq_attend(state):
     return state
+
+
+@hookimpl
+def vq_snippet(state):
+    """Sixteen signs of each of two tokens; the weight is the tokens' scale."""
+    numbers = """
+for (int i = 0; i < 2; ++i) {
+  const uint word = signs[(t + i) * W + c / 32] >> uint(c & 31);
+  for (int j = 0; j < 16; ++j) u[i * 16 + j] = (word >> uint(j) & 1u) != 0u ? 1.0f : -1.0f;
+}
+"""
+    m = state.sketch.shape[0]
+    affine = "return vq_float2(float(weight[t]), 0.0f);"
+    return Snippet(
+        "sign_sketch", 2, 16, numbers, affine, "token", integers={"W": m // 32}, width=m, prepare=state.prepare_query
+    )

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vq_core.api.facts import MethodFacts, PrepareContext, Side
     from vq_core.api.layout import Layout
     from vq_core.kernels.offers import KernelOffer
+    from vq_core.kernels.skeleton.snippet import Snippet
 
 hookspec = HookspecMarker("vq")
 
@@ -167,4 +168,18 @@ def vq_attend(state: Any, side: Side) -> KeyAttention | ValueAttention | None:
         state: From ``vq_prepare``.
         side: ``"keys"``: return a :class:`~vq_core.api.attend.KeyAttention`; ``"values"``: a
             :class:`~vq_core.api.attend.ValueAttention`. One object may be both.
+    """
+
+
+@hookspec(firstresult=True)
+def vq_snippet(state: Any, side: Side) -> Snippet | None:
+    """How fused attention reads this side's packed fields: :class:`vq_core.kernels.skeleton.snippet.Snippet`.
+
+    ``None``, or no implementation: attention takes plain operations, and the report says so.  With a snippet a decode
+    step is one launch and a merge, on every backend, for every shape, mask and partner on the other side.  The core
+    compares what the kernel gives with the plain operations before it uses it.
+
+    Args:
+        state: From ``vq_prepare``.
+        side: ``"keys"`` or ``"values"``.
     """

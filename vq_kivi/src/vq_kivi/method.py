@@ -33,6 +33,7 @@ import mlx.core as mx
 from vq_core.api import Capabilities, Field, Layout, MethodFacts, PrepareContext, Side, hookimpl, setting
 from vq_core.codec.bits import pack_bits, unpack_bits
 from vq_core.kernels import KernelOffer
+from vq_core.kernels.skeleton.snippet import Snippet
 
 FLOAT16_MAX = 65504.0
 
@@ -270,3 +271,11 @@ def _matmul(state: KiviState, x: mx.array, tile: Mapping[str, Any]) -> mx.array:
 def vq_attend(state: KiviState, side: Side) -> KiviKeys | KiviValues:
     """Straight from the codes, on every MLX backend."""
     return KiviKeys(state) if side == "keys" else KiviValues(state)
+
+
+@hookimpl
+def vq_snippet(state: KiviState) -> Snippet:
+    """Eight codes of a group at a time: :mod:`vq_kivi.kernels.snippets`."""
+    from vq_kivi.kernels.snippets import snippet
+
+    return snippet(state)

@@ -19,11 +19,12 @@ import math
 import attrs
 import mlx.core as mx
 
-from vq_core.api import Capabilities, Field, Layout, MethodFacts, PrepareContext, hookimpl, setting
+from vq_core.api import Capabilities, Field, Layout, MethodFacts, PrepareContext, Side, hookimpl, setting
 from vq_core.api.attend import Tile
 from vq_core.codec.bits import pack_bits, unpack_bits
 from vq_core.codec.codebook import boundaries, count_below, gaussian_centroids
 from vq_core.codec.rotation import random_orthogonal
+from vq_core.kernels import Snippet
 
 
 @attrs.frozen
@@ -117,3 +118,24 @@ def vq_decode(state: Rotated, packed: Tile) -> mx.array:
 def vq_attend(state: Rotated) -> Rotated:
     """Straight from the codes, on either side."""
     return state
+
+
+@hookimpl
+def vq_snippet(state: Rotated, side: Side) -> Snippet:
+    """How fused attention reads eight codes of a token: centroids by look-up, one scale a token."""
+    tokens, words = 2 if side == "keys" else 1, state.rotation.shape[0] * state.bits // 32
+    numbers = """
+for (int i = 0; i < N; ++i) {
+  const int bit = c * bits, at = (t + i) * W + bit / 32;
+  uint word = codes[at] >> uint(bit & 31);
+  if ((bit & 31) + 8 * bits > 32) word |= codes[at + 1] << uint(32 - (bit & 31));
+  VQ_UNROLL
+  for (int j = 0; j < 8; ++j) u[i * 8 + j] = levels[word >> uint(j * bits) & ((1u << uint(bits)) - 1u)];
+}
+"""
+    return Snippet(
+        "example", tokens, 8, numbers, "return vq_float2(float(scale[t]), 0.0f);", "token",
+        constants={"levels": mx.pad(state.levels, (0, 16 - state.levels.size))},
+        integers={"N": tokens, "bits": state.bits, "W": words},
+        width=state.rotation.shape[0], prepare=state.prepare_query, finish=state.finish,
+    )  # fmt: skip

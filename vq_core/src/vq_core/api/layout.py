@@ -105,6 +105,11 @@ class Layout:
         """Fields that hold one row a sequence."""
         return tuple(f for f in self.fields if f.axis is None)
 
+    @property
+    def widens(self) -> bool:
+        """Whether a field may take a wider dtype."""
+        return any(f.wide is not None for f in self.fields)
+
     def units(self, field: Field, tokens: int) -> int:
         """Length along the token axis of ``field`` that ``tokens`` (whole blocks) take."""
         assert field.axis is not None

@@ -1,7 +1,8 @@
-"""Attention straight from packed codes in plain MLX operations.
+"""Attention straight from packed codes, by the fastest tier that fits.
 
-One step (few queries): scores of all pages, of the sink tokens and of the window in one row, one softmax, then
-the weighted sums.  The transient memory is a few rows of scores, whatever the codes weigh.
+One step (few queries): the fused kernels where there are any, see :mod:`vq_core.attention.fused`; else, in plain MLX
+operations, scores of all pages, of the sink tokens and of the window in one row, one softmax, then the weighted sums.
+The transient memory is a few rows of scores, whatever the codes weigh.
 
 Long queries (prefill): the history is decoded tile by tile and multiplied, with an online softmax.  Each tile
 is made to depend on the sums so far, so that MLX cannot schedule the decoding of many tiles first.
@@ -12,6 +13,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from vq_core.attention import view as views
+from vq_core.attention.choice import fit, proven
+from vq_core.attention.fused import attend_fused, rows_at_once
 from vq_core.attention.masks import Mask, apply, read_mask
 from vq_core.attention.sides import compute_dtype
 from vq_core.attention.step import attend_step
@@ -33,7 +36,9 @@ def attend(
     scale: float,
     mask: mx.array | str | None = None,
     sinks: mx.array | None = None,
-    tier: str = "mlx",
+    tier: str = "auto",
+    fallback: str = "error",
+    trying: bool = False,
 ) -> mx.array:
     """Attention of some queries over a cache.
 
@@ -43,14 +48,19 @@ def attend(
         scale: Multiplies the dot products.
         mask: ``None``, ``"causal"`` (lower-right aligned) or an array, bool or additive, see :func:`read_mask`.
         sinks: The model's learned attention sinks, (H_q,): one more logit in each softmax.
-        tier: ``"mlx"``, or ``"reference"``: dense float32 over the decoded cache.
+        tier: ``"auto"``: the fastest that fits; ``"kernel"``: the fused kernels for up to 16 queries; ``"mlx"``: plain
+            MLX operations; ``"reference"``: dense float32 over the decoded cache.
+        fallback: What a kernel that fails its probe does, see :class:`~vq_core.cache.policy.LayerPolicy`.
+        trying: The call is that probe.
 
     Returns:
         (B, H_q, L, D_v) in the queries' dtype.
 
     Raises:
         CacheStateError: the cache is empty.
-        UnsupportedShapeError: queries, mask or sinks that do not fit the cache.
+        UnsupportedShapeError: queries, mask or sinks that do not fit the cache, or a tier asked for by name that
+            cannot do it, naming the limit.
+        PluginError: a kernel fails its probe.
     """
     _check(view, queries, sinks)
     B, heads, L, D = queries.shape
@@ -60,6 +70,16 @@ def attend(
         stock = mask if checked.array is None else checked.array.flatten(1, 2)
         out = stock_attention(q, view.keys.exact, view.values.exact, scale=scale, mask=stock, sinks=sinks)
         return out.astype(queries.dtype)
+    if L <= STEP_QUERIES and tier in ("auto", "kernel") and max(view.packed):
+        found = fit(view)
+        why = found.why
+        if found.kernels is not None:
+            rows = rows_at_once(found.kernels, heads // view.heads * L)
+            why = "" if trying else proven(view, found, queries, rows, fallback)
+            if not why:
+                return attend_fused(view, found.kernels, queries, scale, checked, sinks, found.backend)
+        if tier == "kernel":
+            raise UnsupportedShapeError(f"attention='kernel': {why}; attention='auto' takes what there is")
     compute = mx.float32 if tier == "reference" else compute_dtype(view.keys.exact.dtype)
     q = (queries.astype(mx.float32) * scale).astype(compute).reshape(B, view.heads, heads // view.heads, L, D)
     if tier == "reference":

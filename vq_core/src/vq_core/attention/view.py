@@ -85,7 +85,7 @@ def latent(view: CacheView) -> CacheView:
 
     A method's own attention is for one side, so the values are decoded, tile by tile.
     """
-    bound = attrs.evolve(view.keys.bound, attend=None)
+    bound = attrs.evolve(view.keys.bound, attend=None, snippet=None)
     return attrs.evolve(view, values=attrs.evolve(view.keys, bound=bound))
 
 

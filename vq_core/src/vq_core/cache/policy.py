@@ -11,10 +11,10 @@ from vq_core.api.facts import SIDES
 from vq_core.errors import SettingsError
 from vq_core.plugins.choice import SideChoice, choose
 
-Attention = Literal["auto", "mlx", "reference"]
+Attention = Literal["auto", "kernel", "mlx", "reference"]
 Fallback = Literal["error", "warn"]
 Kernels = Literal["auto", "off", "simulator"]
-ATTENTION: tuple[Attention, ...] = ("auto", "mlx", "reference")
+ATTENTION: tuple[Attention, ...] = ("auto", "kernel", "mlx", "reference")
 KERNELS: tuple[Kernels, ...] = ("auto", "off", "simulator")
 FALLBACK: tuple[Fallback, ...] = ("error", "warn")
 
@@ -41,8 +41,9 @@ class LayerPolicy:
         values: Method of the values.
         residual: The newest tokens that stay exact, R; up to R + block - 1 do.
         sink_tokens: The first tokens of the sequence that stay exact.
-        attention: ``"mlx"``: plain MLX operations on packed codes; ``"reference"``: dense float32 attention over
-            the decoded cache; ``"auto"``: the fastest that fits.
+        attention: ``"kernel"``: the fused kernel on packed codes, for up to 16 queries; ``"mlx"``: plain MLX
+            operations on packed codes; ``"reference"``: dense float32 attention over the decoded cache; ``"auto"``:
+            the fastest that fits.
         fallback: What a failing probe of a method's attention or kernels does: ``"error"``, or ``"warn"``: go on
             without.
         kernels: ``"auto"``: a method's kernels where the device has a backend for them; ``"off"``: plain MLX

@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from vq_core.attention.choice import told, told_of
 from vq_core.cache.history import History
 from vq_core.cache.policy import LayerPolicy
 from vq_core.cache.tagged import ReadCount
@@ -93,7 +94,7 @@ def describe(
 ) -> LayerReport:
     """The report of one cache."""
     if history is None:
-        return LayerReport(layer, policy.keys.text, policy.values.text, attention=_tier(policy), sliding=sliding)
+        return LayerReport(layer, policy.keys.text, policy.values.text, attention=policy.attention, sliding=sliding)
     window = history.window
     packed, approximate = sum(history.packed), sum(window.approximate)
     exact = sum(window.counts) + sum(window.sinks) - approximate
@@ -112,14 +113,16 @@ def describe(
         notes.append(f"a dense side was made {reads.dense} times")
     return LayerReport(
         layer, policy.keys.text, policy.values.text, tokens, packed, exact, approximate, _bytes(history),
-        reads.updates, reads.packed, reads.lost, _tier(policy), _operations(history), sliding, tuple(notes),
+        reads.updates, reads.packed, reads.lost, _tier(policy, history), _operations(history), sliding, tuple(notes),
     )  # fmt: skip
 
 
-def _tier(policy: LayerPolicy) -> str:
-    if policy.attention == "auto":
-        return "mlx (auto: the fastest there is in this version)"
-    return policy.attention
+def _tier(policy: LayerPolicy, history: History) -> str:
+    """The tier of a decode step, and why it is not a faster one."""
+    if policy.attention in ("mlx", "reference"):
+        return policy.attention
+    said, why = told(history.view()) if any(history.lengths) else told_of(*history.bound.values())
+    return said or f"mlx (kernel: {why})"
 
 
 def _bytes(history: History) -> Bytes:

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from vq_core.api.facts import PrepareContext, Rope
 from vq_core.attention import view as views
+from vq_core.attention.choice import require
 from vq_core.attention.masks import causal_mask
 from vq_core.attention.packed import attend
 from vq_core.attention.view import CacheView
@@ -33,7 +34,7 @@ class PackedKVCache:
         values: Method of the values.
         residual: The newest tokens that stay exact, R; R to R + block - 1 do. 0 is allowed.
         sink_tokens: The first tokens of a sequence that stay exact.
-        attention: ``"auto"``, ``"mlx"`` or ``"reference"``, see :class:`~vq_core.cache.policy.LayerPolicy`.
+        attention: Tier, such as ``"auto"``, see :class:`~vq_core.cache.policy.LayerPolicy`.
         fallback: ``"error"`` or ``"warn"``, see there.
         kernels: ``"auto"``, ``"off"`` or ``"simulator"``, see there.
         sliding: W for a layer that attends to its newest W tokens only, as mlx-lm's ``RotatingKVCache(max_size=W)``:
@@ -128,6 +129,8 @@ class PackedKVCache:
                 layer=self.layer if facts and facts.per_layer else None, rope=self._rope, model=self._model,
             )  # fmt: skip
             sides.append(bind(choice, ctx, self.policy.fallback, self.policy.kernels))
+        if self.policy.attention == "kernel":
+            require(*sides)
         residual = self.policy.residual if self._flushes else EVERYTHING
         return History(sides[0], sides[1], residual, self.policy.sink_tokens, rows, self.sliding)
 
@@ -157,7 +160,8 @@ class PackedKVCache:
         # All on a draft and one assignment: what fails or is interrupted has not happened.
         draft = history.draft()
         known = self._strict_lengths is None or keys.shape[2] in self._strict_lengths
-        tags = tag(draft.update(keys, values), self.policy.attention, self.reads, known and self._strict)
+        policy = self.policy
+        tags = tag(draft.update(keys, values), policy.attention, self.reads, known and self._strict, policy.fallback)
         self._history = draft
         self.reads.updates += 1
         return tags
@@ -188,7 +192,7 @@ class PackedKVCache:
         self.reads.fetches += 1
         self._view()
         assert self._history is not None
-        return tag(self._history.latest(), self.policy.attention, self.reads, self._strict)
+        return tag(self._history.latest(), self.policy.attention, self.reads, self._strict, self.policy.fallback)
 
     def decode(self) -> tuple[mx.array, mx.array]:
         """All tokens in order as plain arrays (B, H, T, D) in the model's dtype; rows are aligned at the right.
@@ -211,8 +215,10 @@ class PackedKVCache:
 
         ``sinks`` are the model's learned attention sinks, (H_q,).
         """
-        tier = "reference" if self.policy.attention == "reference" else "mlx"
-        return attend(self._view(), queries, scale=scale, mask=mask, sinks=sinks, tier=tier)
+        policy = self.policy
+        return attend(
+            self._view(), queries, scale=scale, mask=mask, sinks=sinks, tier=policy.attention, fallback=policy.fallback
+        )
 
     def _view(self) -> CacheView:
         if self._history is None or self.empty():

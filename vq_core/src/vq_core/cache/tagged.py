@@ -60,11 +60,12 @@ class Reading:
     view: CacheView
     tier: str
     reads: ReadCount
+    fallback: str = "error"
 
     def attend(self, queries: mx.array, *, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
         """Attention on the packed reading."""
         self.reads.attended()
-        return attend(self.view, queries, scale=scale, mask=mask, sinks=sinks, tier=self.tier)
+        return attend(self.view, queries, scale=scale, mask=mask, sinks=sinks, tier=self.tier, fallback=self.fallback)
 
 
 class TaggedArray(mx.array):
@@ -142,9 +143,11 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", 
     setattr(StrictTag, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def tag(view: CacheView, attention: str, reads: ReadCount, strict: bool | Strictness) -> tuple[Any, Any]:
+def tag(
+    view: CacheView, attention: str, reads: ReadCount, strict: bool | Strictness, fallback: str = "error"
+) -> tuple[Any, Any]:
     """The pair of tags for a reading."""
-    reading = Reading(view, "reference" if attention == "reference" else "mlx", reads)
+    reading = Reading(view, attention, reads, fallback)
     lease = strict if isinstance(strict, bool) else strict.lease()
     if lease:
         return StrictTag(reading, "keys", lease), StrictTag(reading, "values", lease)

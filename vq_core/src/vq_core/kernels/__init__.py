@@ -3,5 +3,6 @@
 from vq_core.kernels.backends import choose, device_backend
 from vq_core.kernels.kernel import Backend, Call, Case, Kernel, Output
 from vq_core.kernels.offers import KernelOffer
+from vq_core.kernels.skeleton.snippet import Snippet
 
-__all__ = ["Backend", "Call", "Case", "Kernel", "KernelOffer", "Output", "choose", "device_backend"]
+__all__ = ["Backend", "Call", "Case", "Kernel", "KernelOffer", "Output", "Snippet", "choose", "device_backend"]

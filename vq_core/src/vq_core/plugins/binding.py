@@ -23,6 +23,7 @@ import pluggy
 from vq_core.api.facts import PrepareContext
 from vq_core.api.layout import Layout
 from vq_core.errors import PluginError, VQError
+from vq_core.kernels.skeleton.snippet import Snippet
 from vq_core.plugins import fused
 from vq_core.plugins.choice import SideChoice, choose
 from vq_core.plugins.loader import make_manager
@@ -50,7 +51,10 @@ class Operation:
 
 @attrs.frozen(eq=False)
 class BoundSide:
-    """A method bound to one side of a layer.  Shared by all caches that ask for the same; never copied."""
+    """A method bound to one side of a layer.  Shared by all caches that ask for the same; never copied.
+
+    ``backend`` is where kernels run, ``None`` where they do not, for the reason ``no_backend``.
+    """
 
     record: MethodRecord
     choice: SideChoice
@@ -65,6 +69,9 @@ class BoundSide:
     _pack: Callable[..., Mapping[str, mx.array]]
     _decode: Callable[..., mx.array]
     _both: Callable[..., Mapping[str, mx.array]] | None = None
+    snippet: Snippet | None = None
+    backend: str | None = None
+    no_backend: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundSide:
         return self
@@ -200,6 +207,7 @@ def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallbac
     return BoundSide(
         record, choice, ctx, state, layout, (*chosen.values(), operation), attend,
         "positions" in pick.arguments["vq_decode"], start, encode, pack, back.run or decode, both.run,
+        _snippet(manager, name, state, ctx), *fused.backend_for(kernels),
     )  # fmt: skip
 
 
@@ -209,6 +217,15 @@ def _note(chosen: dict[str, Operation], served: fused.Fused, *hooks: str) -> Non
         plain = chosen[hook]
         said = served.said or plain.implementation
         chosen[hook] = attrs.evolve(plain, implementation=said, declined=plain.declined + served.declined)
+
+
+def _snippet(manager: pluggy.PluginManager, name: str, state: Any, ctx: PrepareContext) -> Snippet | None:
+    """The method's part of fused attention, its constants evaluated."""
+    found = _guarded(name, "vq_snippet", lambda: manager.hook.vq_snippet(state=state, side=ctx.side))
+    if found is not None and not isinstance(found, Snippet):
+        raise PluginError(f"method {name!r}: vq_snippet must return a Snippet or None, it gave {type(found).__name__}")
+    mx.eval(state_arrays(found))
+    return found
 
 
 class _Picker:

@@ -1,0 +1,209 @@
+"""Which tier serves a reading: the fused kernels where both sides have snippets and the shape fits, else plain MLX.
+
+MLX compiles a kernel when its result is evaluated, far from the call, so each variant is run on a small cache of its
+own before it is first used, and compared with dense float32 attention.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+from vq_core.attention.view import CacheView, SideView
+from vq_core.errors import PluginError, UnsupportedShapeError, VQError
+from vq_core.kernels.skeleton.kernels import Pair, pair
+from vq_core.kernels.skeleton.portable import Pointer, Side
+from vq_core.plugins.binding import PROBE_TOLERANCE, BoundSide
+
+Dtypes = tuple[mx.Dtype, ...]
+
+
+@attrs.frozen(eq=False)
+class Fit:
+    """What the portable skeleton can do for a pair of sides.
+
+    Attributes:
+        kernels: The kernels, ``None``: it cannot.
+        backend: Where they run.
+        why: Why it cannot.
+    """
+
+    kernels: Pair | None
+    backend: str | None
+    why: str = ""
+
+
+_lock = threading.RLock()
+_fits: dict[Any, Fit] = {}
+_proven: dict[Any, str] = {}
+"""Variants that were run once, by kernel, backend and parameters: why each must not be used, mostly nothing."""
+
+
+def fit(view: CacheView) -> Fit:
+    """What serves the few queries of a decode step on a reading."""
+    return fit_of(
+        view.keys.bound, view.values.bound, view.keys.exact.dtype, field_dtypes(view.keys), field_dtypes(view.values)
+    )
+
+
+def fit_of(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes, value_fields: Dtypes) -> Fit:
+    """What serves two bound sides whose fields have these dtypes."""
+    key = (keys, values, exact, key_fields, value_fields)
+    found = _fits.get(key)
+    if found is None:
+        found = _fit(*key)
+        if keys.snippet is not None and values.snippet is not None:
+            _fits[key] = found
+    return found
+
+
+def told(view: CacheView) -> tuple[str, str]:
+    """What the kernel tier is for a reading, for the report, or why it is not taken."""
+    return _told(fit(view))
+
+
+def told_of(keys: BoundSide, values: BoundSide) -> tuple[str, str]:
+    """The same of two sides that hold nothing yet."""
+    return _told(fit_of(keys, values, getattr(mx, keys.ctx.dtype), (), ()))
+
+
+def require(keys: BoundSide, values: BoundSide) -> None:
+    """Raise :class:`UnsupportedShapeError` if the kernel tier, asked for by name, cannot serve two sides."""
+    found = fit_of(keys, values, getattr(mx, keys.ctx.dtype), (), ())
+    if found.kernels is None:
+        raise UnsupportedShapeError(f"attention='kernel': {found.why}; attention='auto' takes what there is")
+
+
+def _told(found: Fit) -> tuple[str, str]:
+    if found.kernels is None:
+        return "", found.why
+    failed = [why for (kernel, backend, *_), why in _proven.items() if why and kernel is found.kernels.run]
+    return ("", failed[0]) if failed else (f"kernel ({found.backend}): {found.kernels.run.name}", "")
+
+
+def field_dtypes(side: SideView) -> Dtypes:
+    """Dtypes of the fields as stored, where a layout lets them widen; else nothing, for they are the layout's."""
+    layout = side.bound.layout
+    return tuple(side.pages.tile[f.name].dtype for f in layout.fields) if layout.widens and side.pages.tile else ()
+
+
+def _fit(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes, value_fields: Dtypes) -> Fit:
+    if keys.backend is None:
+        return Fit(None, None, keys.no_backend)
+    for side in (keys, values):
+        if side.snippet is None:
+            return Fit(None, None, f"{side.choice.label} has no snippet for its {side.ctx.side}")
+    try:
+        made = pair(
+            _side(keys, key_fields, "k"), _side(values, value_fields, "v"),
+            keys.ctx.key_dim, values.ctx.value_dim, name_of(exact),
+        )  # fmt: skip
+    except UnsupportedShapeError as error:
+        return Fit(None, None, str(error))
+    return Fit(made, keys.backend)
+
+
+def _side(bound: BoundSide, dtypes: Dtypes, prefix: str) -> Side:
+    snippet = bound.snippet
+    assert snippet is not None
+    fields = bound.layout.fields
+    names = [name_of(d) for d in dtypes] or [f.dtype for f in fields]
+    pointers = [Pointer(f.name, d, math.prod(f.shape), f.axis is None) for f, d in zip(fields, names, strict=True)]
+    pointers += [Pointer(name, name_of(a.dtype)) for name, a in snippet.constants.items()]
+    return Side(snippet, pointers, bound.layout.page, snippet.width or bound.ctx.head_dim, prefix)
+
+
+def name_of(dtype: mx.Dtype) -> str:
+    """A dtype's name as kernels have it."""
+    name = str(dtype).removeprefix("mlx.core.")
+    return "bool_" if name == "bool" else name
+
+
+# ---- trying a variant out
+
+
+def proven(view: CacheView, found: Fit, queries: mx.array, rows: int, fallback: str) -> str:
+    """Why a variant must not be used; nothing if it may. Runs it once, on tokens of its own.
+
+    Raises:
+        PluginError: it fails, and ``fallback`` is not ``"warn"``.
+    """
+    assert found.kernels is not None
+    key = (found.kernels.run, found.backend, rows, queries.dtype)
+    if key not in _proven:
+        with _lock:
+            if key not in _proven:
+                _proven[key] = _try(view, found, queries.dtype, rows, fallback)
+    return _proven[key]
+
+
+def _try(view: CacheView, found: Fit, dtype: mx.Dtype, rows: int, fallback: str) -> str:
+    from vq_core.attention.packed import attend
+
+    assert found.kernels is not None
+    small, kernels = _small(view), found.kernels
+    heads, D = small.heads * rows, small.keys.exact.shape[3]
+    q = _random(7, (1, heads, 1, D), dtype)
+    try:
+        got = attend(small, q, scale=D**-0.5, tier="kernel", trying=True)
+        want = attend(small, q, scale=D**-0.5, tier="reference")
+        mx.eval(got, want)
+        a, b = np.array(got.astype(mx.float32)), np.array(want.astype(mx.float32))
+        error = float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(b)), 1e-30)
+        limit = max(PROBE_TOLERANCE, 2e-2 if dtype == mx.bfloat16 else 0)
+        reason = "" if error <= limit else f"differs from dense attention by {error:.2e}; at most {limit:.0e} is right"
+    except VQError as error_:
+        reason = str(error_)
+    except Exception as error_:  # MLX's words for a text that does not compile
+        reason = f"it does not run: {type(error_).__name__}: {error_}"
+    if not reason:
+        return ""
+    message = f"kernel {kernels.run.name} on {found.backend}: {reason}"
+    if fallback != "warn":
+        raise PluginError(
+            f"{message}; report it to the authors of {view.keys.bound.choice.label} and "
+            f"{view.values.bound.choice.label}, or use attention='mlx', fallback='warn' or kernels='off'"
+        )
+    warnings.warn(f"{message}; plain operations do its work from now on", RuntimeWarning, stacklevel=3)
+    return reason
+
+
+def _small(view: CacheView) -> CacheView:
+    """A cache of one row, some pages and some exact tokens, of the same methods and dtypes."""
+    keys, values = view.keys, view.values
+    tokens = math.lcm(keys.bound.layout.page, values.bound.layout.page)
+    sides = []
+    for seed, side in enumerate((keys, values)):
+        H, D = side.exact.shape[1], side.exact.shape[3]
+        x = _random(seed, (1, H, tokens, D), side.exact.dtype)
+        exact = _random(seed + 3, (1, H, 5, D), side.exact.dtype)
+        sides.append(SideView(side.bound, _pages(side, x), exact, None))
+    return CacheView(sides[0], sides[1], (0,), (tokens,), (5,))
+
+
+def _pages(side: SideView, x: mx.array) -> Any:
+    from vq_core.attention.pages import Pages
+
+    layout, bound = side.bound.layout, side.bound
+    positions = mx.arange(x.shape[2], dtype=mx.int32)[None]
+    sequence = bound.start(x[:, :, : layout.block], positions[:, : layout.block])
+    tile = dict(bound.pack(x, positions, sequence))
+    depth = x.shape[2] // layout.page
+    for field in layout.paged:
+        a, axis = tile[field.name], 2 + (field.axis or 0)
+        split = a.reshape(*a.shape[:axis], depth, field.shape[field.axis or 0], *a.shape[axis + 1 :])
+        paged = mx.moveaxis(split, axis, 0).reshape(depth, a.shape[1], *field.shape)
+        held = side.pages.tile.get(field.name)
+        tile[field.name] = mx.contiguous(paged if held is None else paged.astype(held.dtype))
+    return Pages(tile | dict(sequence), depth, depth, None)
+
+
+def _random(seed: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    # numpy's generator: MLX's global random state belongs to the user.
+    return mx.array(np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(dtype)

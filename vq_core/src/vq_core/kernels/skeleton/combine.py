@@ -1,0 +1,89 @@
+"""Merging what the pass kernel's threadgroups found: one softmax over all splits, in a fixed order."""
+
+from __future__ import annotations
+
+THREADS = 512
+MOST_SPLITS = 512
+
+BODY = """
+// sums (B, H, splits, R * L, W), tops (B, H, splits, R * L, 2) -> out (B, Hq, L, D). A threadgroup takes a query row:
+// 128 channels at a time, by 4 runs of splits.
+VQ_SHARED(float, share, 512);
+VQ_SHARED(float, marks, 32);
+VQ_SHARED(float, parts, 512);
+const uint thread = thread_index_in_threadgroup, lane = thread_index_in_simdgroup;
+const uint sg = simdgroup_index_in_threadgroup, splits = sums_shape[2], rows = sums_shape[3], W = sums_shape[4];
+const uint n = threadgroup_position_in_grid.x, above = n / rows, m = n - above * rows;
+const uint L = query_length, H = sums_shape[1], head = above - above / H * H;
+const uint first = above * splits * rows + m;
+const uint mine = min(thread, splits - 1u);
+const float all = thread < splits ? float(tops[(first + mine * rows) * 2u + 1u]) : 0.0f;
+const float top = tops[(first + mine * rows) * 2u];
+float highest = simd_max(all != 0.0f ? top : -3.0e38f);
+if (lane == 0u) marks[sg] = highest;
+threadgroup_barrier(mem_flags::mem_threadgroup);
+VQ_UNROLL
+for (uint k = 0u; k < 16u; ++k) highest = max(highest, float(marks[k]));
+float extra = 0.0f;
+if (with_logits != 0u) {
+  const float logit = logits[head * (rows / L) + m / L] * 1.4426950408889634f;
+  highest = max(highest, logit);
+  extra = exp2(logit - highest);
+}
+const float one = all != 0.0f ? exp2(top - highest) : 0.0f;
+share[thread] = one;
+const float weight = simd_sum(one * all);
+if (lane == 0u) marks[16u + sg] = weight;
+threadgroup_barrier(mem_flags::mem_threadgroup);
+float whole = extra;
+VQ_UNROLL
+for (uint k = 0u; k < 16u; ++k) whole += marks[16u + k];
+const uint run = thread / 128u, column = thread & 127u, each = (splits + 3u) / 4u;
+const uint begin = min(run * each, splits), end = min(begin + each, splits);
+"""
+
+
+def _sum(name: str, begin: str, end: str) -> str:
+    """Text that sums the splits' shares of channel c, eight loads at a time, into a name known to all of a column."""
+    return f"""
+  float {name} = 0.0f;
+  for (uint s0 = {begin}; s0 < {end}; s0 += 8u) {{
+    VQ_UNROLL
+    for (uint k = 0u; k < 8u; ++k) {{
+      const uint s = min(s0 + k, {end} - 1u);
+      const float found = sums[(first + s * rows) * W + min(c, W - 1u)];
+      {name} += s0 + k < {end} ? share[s] * found : 0.0f;
+    }}
+  }}
+  parts[thread] = {name};
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  {name} = parts[column] + parts[128u + column] + parts[256u + column] + parts[384u + column];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+"""
+
+
+TOGETHER = (
+    BODY
+    + f"""
+for (uint c0 = 0u; c0 < D; c0 += 128u) {{
+  const uint c = c0 + column;
+{_sum("sum", "begin", "end")}
+  if (run == 0u && c < D) out[n * D + c] = T(sum / whole);
+}}
+"""
+)
+
+APART = (
+    BODY
+    + f"""
+// The exact splits' sums and the packed ones' apart, for a method that stores values in another basis.
+const uint border = min(max(exact_splits, begin), end);
+for (uint c0 = 0u; c0 < W; c0 += 128u) {{
+  const uint c = c0 + column;
+{_sum("exact", "begin", "border")}
+{_sum("packed", "border", "end")}
+  if (run == 0u && c < D) plain[n * D + c] = exact / whole;
+  if (run == 0u && c < width) stored[n * width + c] = packed / whole;
+}}
+"""
+)

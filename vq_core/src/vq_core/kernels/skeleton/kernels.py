@@ -1,0 +1,301 @@
+"""The skeleton's kernels for one pair of methods and one shape of a head, made once and kept."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+from vq_core.errors import PluginError, UnsupportedShapeError
+from vq_core.kernels.kernel import Call, Case, Kernel, Output
+from vq_core.kernels.skeleton import combine, portable
+from vq_core.kernels.skeleton.portable import EXACT_UNIT, GROUPS, Side
+from vq_core.kernels.skeleton.snippet import SIMD
+
+MOST_ROWS = 4
+"""Query rows that a threadgroup takes at once: each costs a lane 16 sums or more in registers."""
+MOST_ELEMENTS = 2**32
+MOST_SHARED = 32768
+THREADS = GROUPS * SIMD
+NUMBERS = (
+    "scale_bits", "length", "causal", "masked", "regular", "splits", "exact_splits",
+)  # fmt: skip
+FACTS = 8
+"""Numbers that ``rows`` holds of a row: packed tokens, first tokens, window tokens, left padding, hidden tokens."""
+
+
+@attrs.frozen(eq=False)
+class Pair:
+    """The kernels of one key side with one value side.
+
+    Attributes:
+        run: The pass over packed and exact tokens.
+        merge: The merging of its splits; ``apart`` where the values' sums are in a basis of their own.
+        unit: Packed tokens that a SIMD group takes at once.
+        rows: Query rows that a threadgroup can take.
+        keys, values: The sides.
+    """
+
+    run: Kernel
+    merge: Kernel
+    unit: int
+    rows: int
+    keys: Side
+    values: Side
+    apart: bool
+
+
+_lock = threading.Lock()
+_made: dict[str, tuple[Pair, str]] = {}
+
+
+def pair(keys: Side, values: Side, key_dim: int, value_dim: int, dtype: str) -> Pair:
+    """The kernels for two sides and exact tokens of a dtype.
+
+    Raises:
+        UnsupportedShapeError: the skeleton cannot do it, naming the limit.
+        PluginError: two different texts under one name.
+    """
+    unit = _unit(keys, values)
+    rows = _rows(keys, values, key_dim, value_dim, unit)
+    kinds = "".join(_short(p.dtype) for side in (keys, values) for p in side.pointers)
+    name = f"attend_{keys.snippet.label}_{values.snippet.label}_{key_dim}_{value_dim}_{_short(dtype)}_{kinds}"
+    text = portable.body(keys, values, key_dim, value_dim, unit, dtype)
+    header = _header(keys, values)
+    with _lock:
+        known = _made.get(name)
+        if known is None:
+            known = _made[name] = (_pair(name, text, header, keys, values, key_dim, value_dim, dtype, unit, rows), text)
+    if known[1] != text or known[0].run.header != header:
+        raise PluginError(
+            f"two different snippets are called {keys.snippet.label!r} or {values.snippet.label!r}: give each text a "
+            f"name of its own, with what it depends on among its integers"
+        )
+    return attrs.evolve(known[0], keys=keys, values=values)
+
+
+def _short(dtype: str) -> str:
+    return {"float16": "h", "bfloat16": "b", "float32": "f", "bool_": "o"}.get(dtype, dtype[0] + dtype.lstrip("uint"))
+
+
+def _header(keys: Side, values: Side) -> str:
+    parts = dict.fromkeys([keys.snippet.header.strip(), values.snippet.header.strip()])  # both sides may share one
+    return "\n".join([*parts, keys.header(), values.header()])
+
+
+def _unit(keys: Side, values: Side) -> int:
+    for side in (keys, values):
+        if not keys.snippet.unit(side.page):
+            raise UnsupportedShapeError(
+                f"pages of {side.page} tokens with tiles of {keys.snippet.tokens} tokens: a unit of 32, 64 or 128 "
+                f"tokens must divide a page, and its tiles 32 lanes"
+            )
+    unit = min(keys.snippet.unit(keys.page), keys.snippet.unit(values.page))
+    if unit % values.snippet.tokens:
+        raise UnsupportedShapeError(f"tiles of {values.snippet.tokens} tokens of values do not divide units of {unit}")
+    return unit
+
+
+def _rows(keys: Side, values: Side, key_dim: int, value_dim: int, unit: int) -> int:
+    if keys.width % keys.snippet.channels:
+        raise UnsupportedShapeError(f"{keys.width} numbers a key are no whole runs of {keys.snippet.channels} channels")
+    if -(-values.width // values.snippet.channels) > SIMD:
+        raise UnsupportedShapeError(
+            f"{values.width} numbers a value in runs of {values.snippet.channels}: at most 32 runs are accepted"
+        )
+    widest, values_widest = max(key_dim, keys.width), max(value_dim, values.width)
+    for rows in range(MOST_ROWS, 0, -1):
+        floats = rows * (widest + GROUPS * (max(unit, EXACT_UNIT) + values_widest + 2))
+        if floats * 4 <= MOST_SHARED and rows * values.snippet.channels <= 64 and rows * keys.snippet.tokens <= 64:
+            return rows
+    raise UnsupportedShapeError(
+        f"head sizes {key_dim} and {value_dim} need more than {MOST_SHARED} bytes of threadgroup memory"
+    )
+
+
+def _pair(
+    name: str, text: str, header: str, keys: Side, values: Side, key_dim: int, value_dim: int, dtype: str, unit: int,
+    rows: int,
+) -> Pair:  # fmt: skip
+    widest = max(value_dim, values.width)
+    prepared = {"prepared": "float32"} if keys.snippet.prepare else {}
+    arrays = {
+        f"{side.prefix}_{p.name}": p.dtype for side in (keys, values) for p in side.pointers
+    }  # fmt: skip
+
+    def partial(last: int) -> Output:
+        def shape(call: Call) -> tuple[int, ...]:
+            B, heads, L, _ = call.shapes["q"]
+            H = call.shapes["exact_k"][1]
+            return (B, H, call.numbers["splits"], heads // H * L, last)
+
+        return Output("float32", shape)
+
+    def threadgroups(call: Call) -> tuple[int, int, int]:
+        B, heads, L, _ = call.shapes["q"]
+        H = call.shapes["exact_k"][1]
+        return (-(-(heads // H * L) // call.parameters["M"]), call.numbers["splits"], B * H)
+
+    def check(call: Call) -> str:
+        return _check(call, key_dim, value_dim)
+
+    run = Kernel(
+        name=name,
+        stands_for="attend",
+        body=text,
+        header=header,
+        inputs={"q": "Q"} | prepared | {"rows": "int32", "mask": "float32"}
+        | {"exact_k": dtype, "exact_v": dtype, "sink_k": dtype, "sink_v": dtype}
+        | {"k_table": "int32", "v_table": "int32"} | arrays,
+        outputs={"sums": partial(widest), "tops": partial(2)},
+        parameters={"Q": tuple(dict.fromkeys((dtype, "float32"))), "M": tuple(range(1, rows + 1))},
+        numbers=NUMBERS,
+        threads=lambda call: (THREADS, 1, 1),
+        threadgroups=threadgroups,
+        equals=_not_here,
+        cases=lambda: (),
+        exact=False,
+        tolerance=1e-4,
+        check=check,
+    )  # fmt: skip
+    apart = values.snippet.finish is not None
+    return Pair(run, MERGE_APART if apart else MERGE, unit, rows, keys, values, apart)
+
+
+def _not_here(*inputs: mx.array, **parameters: object) -> Sequence[mx.array]:
+    raise NotImplementedError
+
+
+def _check(call: Call, key_dim: int, value_dim: int) -> str:
+    q, k, v = call.shapes["q"], call.shapes["exact_k"], call.shapes["exact_v"]
+    if (
+        len(q) != 4
+        or len(k) != 4
+        or len(v) != 4
+        or q[1] % k[1]
+        or q[3] != key_dim
+        or k[3] != key_dim
+        or v[3] != value_dim
+    ):
+        return f"queries {q}, exact keys {k} and values {v} do not fit head sizes {key_dim} and {value_dim}"
+    if any(math.prod(shape) >= MOST_ELEMENTS for shape in call.shapes.values()):
+        return f"an array of {max(map(math.prod, call.shapes.values()))} elements; fewer than 2**32 are accepted"
+    if not 0 < call.numbers["splits"] <= combine.MOST_SPLITS or call.numbers["exact_splits"] > call.numbers["splits"]:
+        return f"{call.numbers['splits']} splits: 1 to {combine.MOST_SPLITS} are accepted"
+    return ""
+
+
+def _merged(dtype: str, size: str) -> Output:
+    def shape(call: Call) -> tuple[int, ...]:
+        B, H, _, rows, _ = call.shapes["sums"]
+        L = call.numbers["query_length"]
+        return (B, H * rows // L, L, call.numbers[size])
+
+    return Output(dtype, shape)
+
+
+def _query_rows(call: Call) -> tuple[int, int, int]:
+    B, H, _, rows, _ = call.shapes["sums"]
+    return (B * H * rows, 1, 1)
+
+
+def _check_merge(call: Call) -> str:
+    sums, tops, L = call.shapes["sums"], call.shapes["tops"], call.numbers["query_length"]
+    if len(sums) != 5 or tops != (*sums[:4], 2) or not L or sums[3] % L or not 0 < sums[2] <= combine.MOST_SPLITS:
+        return f"sums {sums} and tops {tops} of queries of length {L} do not fit"
+    return ""
+
+
+def _merge_reference(
+    sums: mx.array, tops: mx.array, logits: mx.array, *, query_length: int, with_logits: int, exact_splits: int
+) -> tuple[mx.array, mx.array]:  # fmt: skip
+    """(exact, packed) parts of the output, (B, H_q, L, W) float32."""
+    B, H, _, rows, W = sums.shape
+    top, whole = tops[..., 0], tops[..., 1]
+    top = mx.where(whole != 0, top, -3.0e38)
+    highest = top.max(axis=2, keepdims=True)
+    if with_logits:
+        logit = mx.repeat(logits.reshape(H, -1), query_length, axis=1)[None, :, None] * math.log2(math.e)
+        highest = mx.maximum(highest, logit)
+    share = mx.where(whole != 0, mx.exp((top - highest) * math.log(2)), 0)
+    total = (share * whole).sum(axis=2, keepdims=True)
+    if with_logits:
+        total = total + mx.exp((logit - highest) * math.log(2))
+    parts = share[..., None] * sums / total[..., None]
+    shape = (B, H * rows // query_length, query_length, W)
+    return parts[:, :, :exact_splits].sum(axis=2).reshape(shape), parts[:, :, exact_splits:].sum(axis=2).reshape(shape)
+
+
+def _merge_together(
+    sums: mx.array, tops: mx.array, logits: mx.array, *, T: str, D: int, **numbers: int
+) -> list[mx.array]:
+    exact, packed = _merge_reference(sums, tops, logits, **numbers)
+    return [(exact + packed)[..., :D].astype(getattr(mx, T))]
+
+
+def _merge_apart(
+    sums: mx.array, tops: mx.array, logits: mx.array, *, D: int, width: int, **numbers: int
+) -> list[mx.array]:
+    exact, packed = _merge_reference(sums, tops, logits, **numbers)
+    return [exact[..., :D], packed[..., :width]]
+
+
+def _merge_cases(apart: bool) -> Callable[[], Iterator[Case]]:
+    def cases() -> Iterator[Case]:
+        rng = np.random.default_rng(3)
+        for B, H, splits, R, L, D, logits in (
+            (1, 2, 1, 1, 1, 16, 0), (1, 2, 7, 4, 1, 128, 0), (2, 1, 33, 3, 2, 80, 1), (1, 1, 300, 2, 5, 160, 1),
+        ):  # fmt: skip
+            sums = rng.standard_normal((B, H, splits, R * L, D + 16), np.float32)
+            tops = rng.standard_normal((B, H, splits, R * L, 2), np.float32) * np.float32(9)
+            tops[..., 1] = np.abs(tops[..., 1]) + 1
+            tops[:, :, 1::3] = sums[:, :, 1::3] = 0  # splits that had no tokens
+            logit = rng.standard_normal(max(8, H * R)).astype(np.float32)
+            numbers = {"query_length": L, "with_logits": logits, "exact_splits": splits // 3, "D": D}
+            inputs = (mx.array(sums), mx.array(tops), mx.array(logit[: H * R] if logits else logit))
+            name = f"{splits} splits of {R * L} rows, {'with' if logits else 'without'} sinks"
+            if apart:
+                yield Case(inputs, numbers | {"width": D + 16}, name)
+            else:
+                for T in MERGED:
+                    yield Case(inputs, numbers | {"T": T}, name)
+
+    return cases
+
+
+MERGED = ("float16", "bfloat16", "float32")
+_COMMON: dict[str, Any] = {
+    "stands_for": "attend",
+    "inputs": {"sums": "float32", "tops": "float32", "logits": "float32"},
+    "threads": lambda call: (combine.THREADS, 1, 1),
+    "threadgroups": _query_rows,
+    "exact": False,
+    "check": _check_merge,
+}
+MERGE = Kernel(
+    name="attend_merge",
+    body=combine.TOGETHER,
+    outputs={"out": _merged("T", "D")},
+    parameters={"T": MERGED},
+    numbers=("query_length", "with_logits", "exact_splits", "D"),
+    equals=_merge_together,
+    cases=_merge_cases(False),
+    tolerance=8e-3,  # a last place of bfloat16; the others agree far closer, see the tests
+    **_COMMON,
+)
+MERGE_APART = Kernel(
+    name="attend_merge_apart",
+    body=combine.APART,
+    outputs={"plain": _merged("float32", "D"), "stored": _merged("float32", "width")},
+    numbers=("query_length", "with_logits", "exact_splits", "D", "width"),
+    equals=_merge_apart,
+    cases=_merge_cases(True),
+    tolerance=1e-5,
+    **_COMMON,
+)
+KERNELS = (MERGE, MERGE_APART)
