@@ -24,6 +24,7 @@ import mlx.core as mx
 
 from vq_core.api import Field, Layout, Side
 from vq_core.codec.bits import pack_bits, unpack_bits
+from vq_core.kernels.skeleton.matrix import HEAD_DIMS
 from vq_kivi.method import KiviState, vq_layout
 
 BLOCK = 32
@@ -38,8 +39,8 @@ def declines(state: KiviState) -> str:
         return f"groups of {state.group_size} are not the {BLOCK} tokens or channels of a tile"
     if state.metadata != "float16":
         return f"scale and zero are {state.metadata}; tensor cores take float16"
-    if state.head_dim % BLOCK:
-        return f"head size {state.head_dim} is no multiple of {BLOCK}"
+    if state.head_dim not in HEAD_DIMS:
+        return f"head size {state.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
+import numpy as np
 
 from vq_core.api import SIDES, Side
 from vq_core.kernels import Backend, Call, Case, Kernel, Output
@@ -142,6 +143,10 @@ def _cases(side: Side) -> Callable[[], Iterator[Case]]:
             tokens, channels = -(-x.shape[2] // 32) * 32, x.shape[3] // 32 * 32
             x = mx.pad(x[..., :channels], [(0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0)], mode="edge")
             yield Case((x,), {"bits": given["bits"], "M": given["M"]}, f"{case.name} as {x.shape}")
+        rng = np.random.default_rng(6)
+        for i, shape in enumerate([(1, 2, 64, 96), (2, 1, 32, 160), (1, 1, 96, 96), (1, 3, 32, 224)]):
+            x = mx.array(rng.standard_normal(shape).astype(np.float32)).astype((mx.float16, mx.bfloat16)[i % 2])
+            yield Case((x,), {"bits": 2, "M": metadata_dtype(name_of(x))}, f"half a chunk {shape}")
 
     return cases
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from vq_core.errors import UnsupportedShapeError
 from vq_core.kernels.skeleton.matrix import MatrixField, MatrixSnippet
 from vq_kivi.kernels.device import declines
 from vq_kivi.method import KiviState
@@ -134,9 +135,16 @@ PLACE = {2: "2u * (j < 5u ? j : j - 5u)", 4: "(j & 1u) * 4u", 8: "0u"}
 FREE = {2: 5, 4: 2, 8: 1}
 
 
-def snippet(state: KiviState) -> MatrixSnippet | str:
-    """The snippet of a layer side, or why it has none."""
-    return declines(state) or _made(state.side, state.bits, state.head_dim)
+def snippet(state: KiviState) -> MatrixSnippet:
+    """The snippet of a layer side.
+
+    Raises:
+        UnsupportedShapeError: it has none, and why.
+    """
+    reason = declines(state)
+    if reason:
+        raise UnsupportedShapeError(f"kivi has no matrix snippet here: {reason}")
+    return _made(state.side, state.bits, state.head_dim)
 
 
 @cache

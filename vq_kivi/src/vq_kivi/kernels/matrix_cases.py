@@ -32,10 +32,9 @@ def states(k_bits: int, v_bits: int, D: int, V: int) -> tuple[method.KiviState, 
 def kernel_of(k_bits: int, v_bits: int, D: int, V: int, laid: MatrixPlan | None = None) -> Kernel:
     """The pass over these codes."""
     keys, values = states(k_bits, v_bits, D, V)
-    snippets = [matrix.snippet(state) for state in (keys, values)]
-    assert not any(isinstance(found, str) for found in snippets), snippets
     return matrix_pass(
-        *snippets,  # type: ignore[arg-type]
+        matrix.snippet(keys),
+        matrix.snippet(values),
         cases=lambda: cases(k_bits, v_bits, D, V),
         equals=reference(keys, values),
         laid=laid,
