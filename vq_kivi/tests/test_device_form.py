@@ -85,7 +85,7 @@ def test_packing_straight_into_the_form_is_the_hooks_and_the_permutation(side: A
 @pytest.mark.parametrize(
     ("old", "new"),
     [("16u * i + 8u * a", "16u * a + 8u * i"), ("uint(bits) * j + 16u * b", "uint(bits) * (j ^ 1u) + 16u * b"),
-     ("half_chunk ? j % split : j", "j"), ("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+     ("half_chunk ? r / 2u : r / 4u", "r / 4u"), ("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
      ("codes[(block * D + d0)", "codes[(block * D)"), ("scale[at] = M(step)", "scale[at] = M(low)"),
      ("% 8u / 2u * 8u", "% 8u / 2u * 4u"), ("D - 1u", "D - 2u")],
 )  # fmt: skip
@@ -297,7 +297,8 @@ def test_what_is_no_form_is_told(returned: Any, said: str, monkeypatch: pytest.M
 
 def test_a_declaration_that_cannot_be_is_told() -> None:
     for changes, said in (
-        ({"name": "a b"}, "letters, digits"), ({"backends": ()}, "give one or more of"), ({"run": None}, "if and only if"),
+        ({"name": "a b"}, "letters, digits"), ({"backends": ()}, "give one or more of"),
+        ({"run": None}, "if and only if"),
     ):  # fmt: skip
         with pytest.raises(PluginError, match=said):
             attrs.evolve(form.FORMS[0], **changes)  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ PRODUCT = """
 const uint lane = thread_index_in_simdgroup, g = lane / 4u, t = lane & 3u;
 const uint a0 = a[g * 8u + t], a1 = a[(g + 8u) * 8u + t], a2 = a[g * 8u + t + 4u], a3 = a[(g + 8u) * 8u + t + 4u];
 const uint b0 = b[g * 8u + t], b1 = b[g * 8u + t + 4u];  // the columns of b, one after another
-float4 d = vq_float4(c[g * 8u + 2u * t], c[g * 8u + 2u * t + 1u], c[(g + 8u) * 8u + 2u * t], c[(g + 8u) * 8u + 2u * t + 1u]);
+const uint top = g * 8u + 2u * t, low = top + 64u;
+float4 d = vq_float4(c[top], c[top + 1u], c[low], c[low + 1u]);
 d = vq_mma_m16n8k16(d, a0, a1, a2, a3, b0, b1);
 y[g * 8u + 2u * t] = d.x;
 y[g * 8u + 2u * t + 1u] = d.y;
@@ -126,7 +127,6 @@ z[lane] = vq_exp2_fast(x[lane]);
     assert np.array_equal(got["z"][:3], [0, 0, 1]) and np.allclose(got["z"], np.exp2(x[:32]), rtol=1e-6, atol=2e-38)
 
 
-
 # ---- the rules hold through them
 
 
@@ -142,7 +142,8 @@ z[lane] = vq_exp2_fast(x[lane]);
     ],
 )  # fmt: skip
 def test_all_lanes_come(lines: str, kind: str, said: str) -> None:
-    body = f"const uint lane = thread_index_in_simdgroup;\nuint n = lane;\nfloat a = 0.0f;\n{lines}\ny[lane] = a + float(n);"
+    before = "const uint lane = thread_index_in_simdgroup;\nuint n = lane;\nfloat a = 0.0f;\n"
+    body = f"{before}{lines}\ny[lane] = a + float(n);"
     header = "VQ_FN float turned(uint n) { return float(vq_transpose_8x8(n)); }"
     program = Program("together", body, {"x": "float32"}, {"y": "float32"}, {}, header)
     for seed in range(3):
@@ -250,7 +251,10 @@ def test_more_threadgroup_memory_than_every_device_has() -> None:
         ({"dynamic_bytes": 0}, "names VQ_DYNAMIC 1 times and dynamic_bytes is 0"),
         ({"dynamic_bytes": 100}, "a multiple of 16"),
         ({"dynamic_bytes": 1 << 20}, "up to 163840"),
-        ({"body": LARGE.replace("ring[24575u - t]", "vq_half_pair(0.0f, 1.0f)"), "backends": ("metal",)}, "Metal has not"),
+        (
+            {"body": LARGE.replace("ring[24575u - t]", "vq_half_pair(0.0f, 1.0f)"), "backends": ("metal",)},
+            "Metal has not",
+        ),
     ],
 )
 def test_a_declaration_that_no_device_takes(changes: dict[str, Any], said: str) -> None:

@@ -47,8 +47,8 @@ SHAPE = ("kv_heads", "key_dim", "value_dim", "dtype", "rows")
 def describe(cache: PackedKVCache, as_held: bool = False) -> tuple[dict[str, Any], dict[str, mx.array]]:
     """A cache's description and its arrays; a cache without tokens is described by its policy alone.
 
-    Pages are in canonical order, whatever the order in which they are held; with ``as_held`` they stay in a device form,
-    which the description then names.
+    Pages are in canonical order, whatever the order in which they are held; with ``as_held`` they stay in a device
+    form, which the description then names.
     """
     description: dict[str, Any] = {
         "vq": STATE_VERSION, "policy": cache.policy.text, "layer": cache.layer, "model": cache._model,

@@ -1,4 +1,4 @@
-"""A device form: the order in which a device holds a method's packed pages, a fixed permutation of the canonical one."""
+"""A device form: the order in which a device holds a method's pages, a fixed permutation of the canonical one."""
 
 from __future__ import annotations
 

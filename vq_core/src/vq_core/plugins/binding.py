@@ -54,8 +54,8 @@ class Operation:
 class BoundSide:
     """A method bound to one side of a layer.  Shared by all caches that ask for the same; never copied.
 
-    ``backend`` is where kernels run, ``None`` where they do not, for the reason ``no_backend``.  ``held`` is there where
-    pages are held in a device form: then ``layout`` is the form's, and ``pack``, ``decode`` and ``attend`` work on it.
+    ``backend`` is where kernels run, ``None`` where they do not, for the reason ``no_backend``.  ``held`` is there
+    where pages are held in a device form: ``layout`` is the form's, ``pack``, ``decode`` and ``attend`` work on it.
     """
 
     record: MethodRecord

@@ -44,10 +44,12 @@ for (uint o = thread; o < wide * uint(bits); o += 128u) {
 
 KEYS = (
     """
-// x (B, H, n, D) -> codes (B, H, n / 32, D * bits), scale and zero (B, H, n / 32, D). A thread takes a channel of a block.
+// x (B, H, n, D) -> codes (B, H, n / 32, D * bits), scale and zero (B, H, n / 32, D).
+// A thread takes a channel of a block.
 VQ_SHARED(uint, tile, 128 * bits);
 const uint n = x_shape[2], D = x_shape[3], size = 32u, across = (D + 127u) / 128u;
-const uint block = threadgroup_position_in_grid.x / across, d0 = (threadgroup_position_in_grid.x - block * across) * 128u;
+const uint slab = threadgroup_position_in_grid.x;
+const uint block = slab / across, d0 = (slab - block * across) * 128u;
 const uint thread = thread_index_in_threadgroup, d = min(d0 + thread, D - 1u), c = 0u;
 const uint first = block * 32u * D + d;
 """
@@ -76,10 +78,12 @@ if (d0 + thread < D) {
 
 VALUES = (
     """
-// x (B, H, n, D) -> codes (B, H, n / 32, D * bits), scale and zero (B, H, n / 32, D). A thread takes 16 channels of a token.
+// x (B, H, n, D) -> codes (B, H, n / 32, D * bits), scale and zero (B, H, n / 32, D).
+// A thread takes 16 channels of a token.
 VQ_SHARED(uint, tile, 64 * bits);
 const uint n = x_shape[2], D = x_shape[3], across = (D + 63u) / 64u, lanes = 2u;
-const uint block = threadgroup_position_in_grid.x / across, d0 = (threadgroup_position_in_grid.x - block * across) * 64u;
+const uint slab = threadgroup_position_in_grid.x;
+const uint block = slab / across, d0 = (slab - block * across) * 64u;
 const uint thread = thread_index_in_threadgroup, own_token = thread / 4u, part = thread & 3u;
 const uint group = min(d0 / 32u + part / 2u, D / 32u - 1u), channel = group * 32u + (part & 1u) * 16u;
 const uint row = block * 32u + own_token, first = row * D + channel;

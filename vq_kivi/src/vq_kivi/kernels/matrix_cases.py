@@ -127,5 +127,3 @@ def _pages(rng: np.random.Generator, state: method.KiviState, pages: int, heads:
         x = x + 5 * rng.standard_normal(state.head_dim)
     rows = method.vq_pack(state, method.vq_encode(state, mx.array(x.astype(np.float16))))
     return list(device.to_device(state, rows).values())
-
-

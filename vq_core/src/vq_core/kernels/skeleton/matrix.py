@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 import mlx.core as mx
+import numpy as np
 
 from vq_core.api.facts import Side
 from vq_core.errors import PluginError
@@ -54,7 +55,7 @@ class MatrixSnippet:
 
     A key snippet defines ::
 
-        float matrix_fold(uint pair)                 // a power of two that query channels 8 pair + 2 t, + 1 are multiplied by
+        float matrix_fold(uint pair)  // a power of two that query channels 8 pair + 2 t and the next are multiplied by
         void matrix_scores(VQ_SHARED_PTR(uint) step, uint lane, VQ_LOCAL_PTR(uint) query, VQ_LOCAL_PTR(float4) c)
 
     ``query[pair]`` are two halves of query row g, below 1 but for the fold.  It sets ``c[2 u + i]`` to the scores of
@@ -162,7 +163,8 @@ def matrix_text(keys: MatrixSnippet, values: MatrixSnippet, laid: MatrixPlan | N
     for snippet in (keys, values):
         k, blocks = snippet.prefix, snippet.page // BLOCK
         loads.append(
-            f"const uint {k}_deep = next / {blocks // laid.unit}u, {k}_in = next % {blocks // laid.unit}u * {laid.unit}u;"
+            f"const uint {k}_deep = next / {blocks // laid.unit}u;\n"
+            f"const uint {k}_in = next % {blocks // laid.unit}u * {laid.unit}u;"
             f"\n      const uint {k}_page = regular != 0u ? {k}_deep * rows_all + b : "
             f"uint({k}_table[b * uint({k}_table_shape[1]) + {k}_deep]);\n"
             f"      const uint {k}_first = ({k}_page * H + h) * {blocks}u + {k}_in;"
@@ -202,10 +204,11 @@ def matrix_pass(
 ) -> Kernel:
     """The kernel that attends to packed tokens alone (``exact_splits=0``).
 
-    Inputs ``q`` (B, H_q, L, D) float16 or bfloat16, not scaled; ``rows`` (B, 8) int32, see ``FACTS``; the device fields
-    of the keys, ``k_<name>``, and of the values, ``v_<name>``, (N pages, H, ...); ``k_table`` and ``v_table`` (B, depth)
-    int32, the page of row b and depth d, read where ``regular`` is 0 (else it is d * B + b).  Run-time numbers:
-    ``scale_bits``, the scale times log2(e) as the bits of a float; ``causal``; ``splits``; ``exact_splits``; ``regular``.
+    Inputs ``q`` (B, H_q, L, D) float16 or bfloat16, not scaled; ``rows`` (B, 8) int32, see ``FACTS``; the device
+    fields of the keys, ``k_<name>``, and of the values, ``v_<name>``, (N pages, H, ...); ``k_table`` and ``v_table``
+    (B, depth) int32, the page of row b and depth d, read where ``regular`` is 0 (else it is d * B + b).  Run-time
+    numbers: ``scale_bits``, the scale times log2(e) as the bits of a float; ``causal``; ``splits``; ``exact_splits``;
+    ``regular``.
 
     Outputs: ``sums`` (B, H, splits, R * L, D_v) and ``tops`` (B, H, splits, R * L, 2), a split's maximum (a score in
     powers of two that no score exceeds by more than 2^4) and its weights' sum; the maximum of a split without tokens
@@ -261,7 +264,7 @@ def merged(sums: mx.array, tops: mx.array) -> tuple[mx.array, ...]:
 
 def scale_bits(scale: float) -> int:
     """The run-time number that says how scores are scaled."""
-    return int(mx.array(scale * math.log2(math.e), mx.float32).view(mx.uint32).item())
+    return int(np.array(scale * math.log2(math.e), np.float32).view(np.uint32))
 
 
 def _wrong(call: Call, keys: MatrixSnippet, values: MatrixSnippet) -> str:

@@ -34,7 +34,8 @@ VQ_SHARED(float, marks, WARPS * 16);
 """
 
 COMMON = """
-// q (B, Hq, L, D), rows (B, 8), fields (N, H, blocks of a page, ...) -> sums (B, H, splits, M, V), tops (B, H, splits, M, 2).
+// q (B, Hq, L, D), rows (B, 8), fields (N, H, blocks of a page, ...)
+// -> sums (B, H, splits, M, V), tops (B, H, splits, M, 2).
 const uint lane = thread_index_in_simdgroup, warp = simdgroup_index_in_threadgroup, g = lane / 4u, t = lane & 3u;
 const uint rows_all = q_shape[0], Hq = q_shape[1], L = q_shape[2], H = FIRST_FIELD_shape[1], M = Hq / H * L;
 const uint split = threadgroup_position_in_grid.x, chunks = (M + 7u) / 8u;
@@ -44,9 +45,11 @@ const uint b = threadgroup_position_in_grid.z, held = min(M - m0, 8u);
 
 PACKED = """
 // The first copies are under way before anything else is read.
-const int packed = rows[b * 8u], window = rows[b * 8u + 2u], hidden = max(rows[b * 8u + 4u] - rows[b * 8u + 1u], 0);
+const int packed = rows[b * 8u], window = rows[b * 8u + 2u];
+const int hidden = max(rows[b * 8u + 4u] - rows[b * 8u + 1u], 0);
 const uint begin = uint(hidden) / STEP, steps = (uint(packed) + STEP - 1u) / STEP;
-const uint parts = splits - exact_splits, count = steps > begin ? steps - begin : 0u, per = (count + parts - 1u) / parts;
+const uint parts = splits - exact_splits, count = steps > begin ? steps - begin : 0u;
+const uint per = (count + parts - 1u) / parts;
 const uint low = begin + min((split - exact_splits) * per, count), high = min(steps, low + per);
 VQ_SHARED_PTR(uint4) own = vq_view<uint4>(ring) + warp * (STAGES * STEP_SIZE);
 uint next = low + warp, fill = 0u;
@@ -151,8 +154,10 @@ for (uint step = low + warp; step < high; step += WARPS) {
   }
   VQ_UNROLL
   for (uint i = 0u; i < 2u * UNIT; ++i) {
-    p[2u * i] = vq_transpose_8x8(vq_half_pair(vq_exp2_fast(fma(c[i].x, scale0, -top0)), vq_exp2_fast(fma(c[i].y, scale1, -top1))));
-    p[2u * i + 1u] = vq_transpose_8x8(vq_half_pair(vq_exp2_fast(fma(c[i].z, scale0, -top0)), vq_exp2_fast(fma(c[i].w, scale1, -top1))));
+    const float w0 = vq_exp2_fast(fma(c[i].x, scale0, -top0)), w1 = vq_exp2_fast(fma(c[i].y, scale1, -top1));
+    const float w2 = vq_exp2_fast(fma(c[i].z, scale0, -top0)), w3 = vq_exp2_fast(fma(c[i].w, scale1, -top1));
+    p[2u * i] = vq_transpose_8x8(vq_half_pair(w0, w1));
+    p[2u * i + 1u] = vq_transpose_8x8(vq_half_pair(w2, w3));
   }
   matrix_values(mine, lane, p, acc, extra);
   simdgroup_barrier(mem_flags::mem_threadgroup);
