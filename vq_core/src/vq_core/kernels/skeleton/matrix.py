@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 import mlx.core as mx
-import numpy as np
 
 from vq_core.api.facts import Side
 from vq_core.errors import PluginError
@@ -264,7 +264,7 @@ def merged(sums: mx.array, tops: mx.array) -> tuple[mx.array, ...]:
 
 def scale_bits(scale: float) -> int:
     """The run-time number that says how scores are scaled."""
-    return int(np.array(scale * math.log2(math.e), np.float32).view(np.uint32))
+    return int(struct.unpack("<I", struct.pack("<f", scale * math.log2(math.e)))[0])
 
 
 def _wrong(call: Call, keys: MatrixSnippet, values: MatrixSnippet) -> str:
