@@ -231,6 +231,29 @@ if (i < uint(x_shape[0]) / 4u) {
     assert same_bits(got["bits"], np.stack([words[:, 0], words[:, 1] + 3], 1).reshape(-1))
 
 
+def test_alignment_is_told_so_that_both_ways_run() -> None:
+    """Launches of odd seeds say no; a place that is no multiple is never aligned. A struct of the header is viewed."""
+    header = "template <class T> struct alignas(16) run { T v[16 / sizeof(T)]; };\n"
+    body = """\
+const uint t = thread_position_in_grid.x;
+const bool all = vq_aligned<run<T>>(x), odd = vq_aligned<run<T>>(x + 1u), vectors = vq_aligned<float2>(x + 4u);
+float last = -1.0f;
+if (all) {
+  const run<T> second = vq_view<run<T>>(x)[1];
+  last = float(second.v[16 / sizeof(T) - 1]);
+}
+y[t] = last + (odd ? 100.0f : 0.0f) + (vectors ? 0.5f : 0.0f);
+"""
+    program = Program("aligned", body, {"x": "T"}, {"y": "float32"}, {"T": "dtype"}, header)
+    for dtype, last in (("float16", 15), ("float32", 7)):
+        x, found = np.arange(32).astype(dtype), []
+        for seed in range(4):
+            outputs = {"y": ((32,), "float32")}
+            how: dict[str, Any] = {"threadgroups": (1, 1, 1), "threads": (32, 1, 1), "seed": seed}
+            found.append(set(run(program, {"T": dtype}, {"x": x}, outputs, **how)["y"].tolist()))
+        assert found == [{last + 0.5}, {-1.0}] * 2
+
+
 def test_private_arrays_and_helpers_with_pointers() -> None:
     header = """\
 template <class T> VQ_FN float sum_of(VQ_GLOBAL(T) p, uint n) {

@@ -16,13 +16,15 @@ inline float vq_sub(float a, float b) {
 return a - b;
 }
 inline float vq_div(float a, float b) { return metal::precise::divide(a, b); }
+template <class T> struct alignas(16) kivi_run { T v[16 / sizeof(T)]; };
 VQ_FN float kivi_rounded(float v) { return float(half(v)); }
 VQ_FN float kivi_low(float a, float b) { return a != a ? a : (b < a || b != b ? b : a); }
 VQ_RARE uint kivi_exact(float v, float base, float step, float levels) {
 return uint(min(max(rint(vq_div(vq_sub(v, base), step)), 0.0f), levels));
 }
-VQ_FN float kivi_quotient(float v, float base, float inverse, float levels) {
-return min(max(vq_mul(vq_sub(v, base), inverse), 0.0f), levels);
+VQ_FN float kivi_quotient(float v, float base, float step, float inverse) {
+const float d = vq_sub(v, base), product = vq_mul(d, inverse);
+return fma(fma(-product, step, d), inverse, product);
 }
 template <typename T, typename M, int bits>
 [[kernel]] void custom_kernel_kivi_pack_keys__float_float_2_float_uint32_t_uint32_t_float_float(
@@ -38,18 +40,21 @@ const uint size = run_numbers[0];
 VQ_SHARED(uint, tile, 512 * bits + 32);
 VQ_SHARED(float, steps, 128);
 VQ_SHARED(float, lows, 128);
-const uint heads = uint(x_shape[0]) * uint(x_shape[1]), n = x_shape[2], D = x_shape[3];
+const uint n = x_shape[2], D = x_shape[3];
 const uint groups = n / size, across = (D + 31u) / 32u, along = (groups + 3u) / 4u;
 const uint b = threadgroup_position_in_grid.x, above = b / across, h = above / along;
 const uint d0 = (b - above * across) * 32u, g0 = (above - h * along) * 4u;
 const uint thread = thread_index_in_threadgroup, lane = thread & 31u, member = thread / 32u;
 const uint first = (h * n + min(g0 + member, groups - 1u) * size) * D + min(d0 + lane, D - 1u);
+VQ_LOCAL(float, v, 32);
 float low = INFINITY, high = -INFINITY;
 bool bad = false;
 for (uint c = 0u; c < size; c += 32u) {
 VQ_UNROLL
+for (uint t = 0u; t < 32u; ++t) v[t] = float(x[first + (c + t) * D]);
+VQ_UNROLL
 for (uint t = 0u; t < 32u; ++t) {
-const float w = float(x[first + (c + t) * D]);
+const float w = v[t];
 bad = bad || w != w;
 low = min(low, w);
 high = max(high, w);
@@ -58,7 +63,7 @@ high = max(high, w);
 low = bad ? NAN : low;
 low = low == 0.0f ? 0.0f : low;
 high = high == 0.0f ? 0.0f : high;
-const float levels = float((1u << bits) - 1u);
+const float levels = float((1u << bits) - 1u), lowest = low;
 float step = vq_div(vq_sub(high, low), levels);
 if (sizeof(M) == 2) {
 step = kivi_rounded(step);
@@ -67,31 +72,34 @@ low = kivi_rounded(low);
 step = kivi_rounded(step);
 low = kivi_rounded(low);
 }
-const bool usable = step > 0.0f && step < INFINITY, tiny = usable && step < 1e-30f;
-const float divisor = usable ? step : INFINITY, inverse = usable && !tiny ? vq_div(1.0f, step) : 0.0f;
-const float near = tiny ? -1.0f : 0.5f - levels * 1e-6f;
+const bool flat = step == 0.0f;
+const float divisor = step > 0.0f && step < INFINITY ? step : INFINITY, inverse = flat ? 0.0f : vq_div(1.0f, step);
+const bool inside = low <= lowest && vq_mul(vq_sub(high, low), inverse) < levels + 0.25f;
+const bool exact = !(flat || (step > 1e-20f && step < 1e20f && inside));
 const float whole = 12582912.0f;
 const uint words = size * uint(bits) / 32u, stride = 4u * words + 1u;
-for (uint c = 0u; c < size; c += 32u) {
+for (uint c = size; c > 0u;) {
+c -= 32u;
+if (c + 32u < size) {
+VQ_UNROLL
+for (uint t = 0u; t < 32u; ++t) v[t] = float(x[first + (c + t) * D]);
+}
 VQ_LOCAL(uint, word, bits);
 VQ_UNROLL
 for (int k = 0; k < bits; ++k) word[k] = 0u;
-bool unsure = false;
+if (!exact) {
 VQ_UNROLL
 for (int t = 0; t < 32; ++t) {
-const float w = float(x[first + (c + uint(t)) * D]), quotient = kivi_quotient(w, low, inverse, levels), sum = vq_add(quotient, whole);
-unsure = unsure || !(fabs(vq_sub(quotient, vq_sub(sum, whole))) < near);
+const float w = v[t], sum = vq_add(kivi_quotient(w, low, step, inverse), whole);
 const uint code = as_type<uint>(sum) & 255u;
 const int at = t * bits;
 word[at / 32] |= code << uint(at % 32);
 if (at % 32 + bits > 32) word[at / 32 + 1] |= code >> uint(32 - at % 32);
 }
-if (unsure) {
-VQ_UNROLL
-for (int k = 0; k < bits; ++k) word[k] = 0u;
+} else {
 VQ_UNROLL
 for (int t = 0; t < 32; ++t) {
-const float w = float(x[first + (c + uint(t)) * D]);
+const float w = v[t];
 const uint code = kivi_exact(w, low, divisor, levels);
 const int at = t * bits;
 word[at / 32] |= code << uint(at % 32);
@@ -107,16 +115,15 @@ tile[lane * stride + member * words + c / 32u * uint(bits) + uint(k)] = one;
 steps[lane * 4u + member] = step;
 lows[lane * 4u + member] = low;
 threadgroup_barrier(mem_flags::mem_threadgroup);
-const uint run = min(groups - g0, 4u) * words;
-for (uint k = thread; k < 128u * words; k += 128u) {
-const uint d = k / (4u * words), place = k - d * 4u * words;
-if (d0 + d < D && place < run) codes[((h * D + d0 + d) * groups + g0) * words + place] = tile[d * stride + place];
-}
-const uint d = d0 + thread / 4u, g = g0 + (thread & 3u);
-if (d < D && g < groups) {
+const uint turned = thread / 4u, d = d0 + turned, part = thread & 3u, run = min(groups - g0, 4u);
+if (d < D) {
+const uint place = (h * D + d) * groups + g0;
+for (uint k = part; k < run * words; k += 4u) codes[place * words + k] = tile[turned * stride + k];
+if (part < run) {
 const float kept = steps[thread], base = lows[thread];
-scale[(h * D + d) * groups + g] = M(kept);
-zero[(h * D + d) * groups + g] = M(base);
+scale[place + part] = M(kept);
+zero[place + part] = M(base);
+}
 }
 
 }

@@ -15,13 +15,15 @@ inline float vq_sub(float a, float b) {
 return a - b;
 }
 inline float vq_div(float a, float b) { return metal::precise::divide(a, b); }
+template <class T> struct alignas(16) kivi_run { T v[16 / sizeof(T)]; };
 VQ_FN float kivi_rounded(float v) { return float(half(v)); }
 VQ_FN float kivi_low(float a, float b) { return a != a ? a : (b < a || b != b ? b : a); }
 VQ_RARE uint kivi_exact(float v, float base, float step, float levels) {
 return uint(min(max(rint(vq_div(vq_sub(v, base), step)), 0.0f), levels));
 }
-VQ_FN float kivi_quotient(float v, float base, float inverse, float levels) {
-return min(max(vq_mul(vq_sub(v, base), inverse), 0.0f), levels);
+VQ_FN float kivi_quotient(float v, float base, float step, float inverse) {
+const float d = vq_sub(v, base), product = vq_mul(d, inverse);
+return fma(fma(-product, step, d), inverse, product);
 }
 template <typename T, typename M, int bits>
 [[kernel]] void custom_kernel_kivi_round_keys__float_float_2_float_uint32_t_float(
@@ -35,12 +37,15 @@ const uint D = x_shape[3], total = uint(x_shape[0]) * uint(x_shape[1]) * (uint(x
 const uint i = thread_position_in_grid.x;
 if (i < total) {
 const uint above = i / D, first = above * size * D + (i - above * D);
+VQ_LOCAL(float, v, 32);
 float low = INFINITY, high = -INFINITY;
 bool bad = false;
 for (uint c = 0u; c < size; c += 32u) {
 VQ_UNROLL
+for (uint t = 0u; t < 32u; ++t) v[t] = float(x[first + (c + t) * D]);
+VQ_UNROLL
 for (uint t = 0u; t < 32u; ++t) {
-const float w = float(x[first + (c + t) * D]);
+const float w = v[t];
 bad = bad || w != w;
 low = min(low, w);
 high = max(high, w);
@@ -49,7 +54,7 @@ high = max(high, w);
 low = bad ? NAN : low;
 low = low == 0.0f ? 0.0f : low;
 high = high == 0.0f ? 0.0f : high;
-const float levels = float((1u << bits) - 1u);
+const float levels = float((1u << bits) - 1u), lowest = low;
 float step = vq_div(vq_sub(high, low), levels);
 if (sizeof(M) == 2) {
 step = kivi_rounded(step);
@@ -58,24 +63,28 @@ low = kivi_rounded(low);
 step = kivi_rounded(step);
 low = kivi_rounded(low);
 }
-const bool usable = step > 0.0f && step < INFINITY, tiny = usable && step < 1e-30f;
-const float divisor = usable ? step : INFINITY, inverse = usable && !tiny ? vq_div(1.0f, step) : 0.0f;
-const float near = tiny ? -1.0f : 0.5f - levels * 1e-6f;
+const bool flat = step == 0.0f;
+const float divisor = step > 0.0f && step < INFINITY ? step : INFINITY, inverse = flat ? 0.0f : vq_div(1.0f, step);
+const bool inside = low <= lowest && vq_mul(vq_sub(high, low), inverse) < levels + 0.25f;
+const bool exact = !(flat || (step > 1e-20f && step < 1e20f && inside));
 const float whole = 12582912.0f;
 for (uint c = 0u; c < size; c += 32u) {
-VQ_LOCAL(uint, q, 32);
-bool unsure = false;
+VQ_UNROLL
+for (uint t = 0u; t < 32u; ++t) v[t] = float(x[first + (c + t) * D]);
+if (!exact) {
 VQ_UNROLL
 for (int t = 0; t < 32; ++t) {
-const float w = float(x[first + (c + uint(t)) * D]), quotient = kivi_quotient(w, low, inverse, levels), sum = vq_add(quotient, whole);
-unsure = unsure || !(fabs(vq_sub(quotient, vq_sub(sum, whole))) < near);
+const float w = v[t], sum = vq_add(kivi_quotient(w, low, step, inverse), whole);
 const uint code = as_type<uint>(sum) & 255u;
-q[t] = code;
-}
-for (int t = 0; t < 32; ++t) {
-uint code = q[t];
-if (unsure) code = kivi_exact(float(x[first + (c + uint(t)) * D]), low, divisor, levels);
 y[first + (c + uint(t)) * D] = vq_add(vq_mul(float(code), step), low);
+}
+} else {
+VQ_UNROLL
+for (int t = 0; t < 32; ++t) {
+const float w = v[t];
+const uint code = kivi_exact(w, low, divisor, levels);
+y[first + (c + uint(t)) * D] = vq_add(vq_mul(float(code), step), low);
+}
 }
 }
 }

@@ -15,13 +15,21 @@ inline float vq_sub(float a, float b) {
 return a - b;
 }
 inline float vq_div(float a, float b) { return metal::precise::divide(a, b); }
+template <typename U, typename T> inline const device U* vq_view(const device T* p) { return (const device U*)p; }
+template <typename U, typename T> inline const constant U* vq_view(const constant T* p) { return (const constant U*)p; }
+template <typename U, typename T> inline device U* vq_view(device T* p) { return (device U*)p; }
+template <typename U, typename T> inline threadgroup U* vq_view(threadgroup T* p) { return (threadgroup U*)p; }
+template <typename U, typename T> inline bool vq_aligned(const device T* p) { return reinterpret_cast<ulong>(p) % alignof(U) == 0; }
+template <typename U, typename T> inline bool vq_aligned(const constant T* p) { return reinterpret_cast<ulong>(p) % alignof(U) == 0; }
+template <class T> struct alignas(16) kivi_run { T v[16 / sizeof(T)]; };
 VQ_FN float kivi_rounded(float v) { return float(half(v)); }
 VQ_FN float kivi_low(float a, float b) { return a != a ? a : (b < a || b != b ? b : a); }
 VQ_RARE uint kivi_exact(float v, float base, float step, float levels) {
 return uint(min(max(rint(vq_div(vq_sub(v, base), step)), 0.0f), levels));
 }
-VQ_FN float kivi_quotient(float v, float base, float inverse, float levels) {
-return min(max(vq_mul(vq_sub(v, base), inverse), 0.0f), levels);
+VQ_FN float kivi_quotient(float v, float base, float step, float inverse) {
+const float d = vq_sub(v, base), product = vq_mul(d, inverse);
+return fma(fma(-product, step, d), inverse, product);
 }
 template <typename T, typename M, int bits>
 [[kernel]] void custom_kernel_kivi_round_values__float_float_2_float_uint32_t_float(
@@ -32,22 +40,28 @@ template <typename T, typename M, int bits>
   uint3 thread_position_in_grid [[thread_position_in_grid]]) {
 const uint size = run_numbers[0];
 const uint rows = uint(x_shape[0]) * uint(x_shape[1]) * uint(x_shape[2]), D = x_shape[3];
-const uint groups = (D + size - 1u) / size, lanes = size / 16u, per = groups * lanes;
+const uint groups = (D + size - 1u) / size, lanes = size / 32u, per = groups * lanes;
 const uint i = thread_position_in_grid.x, total = rows * per;
 const uint own = min(i, total - 1u);
-const uint row = own / per, channel = (own - row * per) * 16u, member = own & (lanes - 1u), group = own / lanes;
+const uint row = own / per, channel = (own - row * per) * 32u, member = own & (lanes - 1u), group = own / lanes;
 const uint first = row * D + channel;
-VQ_LOCAL(float, v, 16);
-if (channel + 16u <= D) {
+VQ_LOCAL(float, v, 32);
+const uint wide = 16u / uint(sizeof(T));
+if (channel + 32u <= D && first % wide == 0u && vq_aligned<kivi_run<T>>(x)) {
 VQ_UNROLL
-for (uint k = 0u; k < 16u; ++k) v[k] = float(x[first + k]);
+for (uint k = 0u; k < 32u / wide; ++k) {
+const kivi_run<T> some = vq_view<kivi_run<T>>(x)[first / wide + k];
+VQ_UNROLL
+for (uint j = 0u; j < wide; ++j) v[k * wide + j] = float(some.v[j]);
+}
 } else {
-for (uint k = 0u; k < 16u; ++k) v[k] = float(x[row * D + min(channel + k, D - 1u)]);
+VQ_UNROLL
+for (uint k = 0u; k < 32u; ++k) v[k] = float(x[row * D + min(channel + k, D - 1u)]);
 }
 float low = INFINITY, high = -INFINITY;
 bool bad = false;
 VQ_UNROLL
-for (uint k = 0u; k < 16u; ++k) {
+for (uint k = 0u; k < 32u; ++k) {
 const float w = v[k];
 bad = bad || w != w;
 low = min(low, w);
@@ -60,7 +74,7 @@ high = max(high, simd_shuffle_xor(high, o));
 }
 low = low == 0.0f ? 0.0f : low;
 high = high == 0.0f ? 0.0f : high;
-const float levels = float((1u << bits) - 1u);
+const float levels = float((1u << bits) - 1u), lowest = low;
 float step = vq_div(vq_sub(high, low), levels);
 if (sizeof(M) == 2) {
 step = kivi_rounded(step);
@@ -69,24 +83,25 @@ low = kivi_rounded(low);
 step = kivi_rounded(step);
 low = kivi_rounded(low);
 }
-const bool usable = step > 0.0f && step < INFINITY, tiny = usable && step < 1e-30f;
-const float divisor = usable ? step : INFINITY, inverse = usable && !tiny ? vq_div(1.0f, step) : 0.0f;
-const float near = tiny ? -1.0f : 0.5f - levels * 1e-6f;
+const bool flat = step == 0.0f;
+const float divisor = step > 0.0f && step < INFINITY ? step : INFINITY, inverse = flat ? 0.0f : vq_div(1.0f, step);
+const bool inside = low <= lowest && vq_mul(vq_sub(high, low), inverse) < levels + 0.25f;
+const bool exact = !(flat || (step > 1e-20f && step < 1e20f && inside));
 const float whole = 12582912.0f;
-VQ_LOCAL(uint, q, 16);
-bool unsure = false;
+if (!exact) {
 VQ_UNROLL
-for (int t = 0; t < 16; ++t) {
-const float w = v[t], quotient = kivi_quotient(w, low, inverse, levels), sum = vq_add(quotient, whole);
-unsure = unsure || !(fabs(vq_sub(quotient, vq_sub(sum, whole))) < near);
+for (int t = 0; t < 32; ++t) {
+const float w = v[t], sum = vq_add(kivi_quotient(w, low, step, inverse), whole);
 const uint code = as_type<uint>(sum) & 255u;
-q[t] = code;
+if (i < total && channel + uint(t) < D) y[first + uint(t)] = vq_add(vq_mul(float(code), step), low);
 }
-for (uint k = 0u; k < 16u; ++k) {
-const float w = v[k];
-uint code = q[k];
-if (unsure) code = kivi_exact(w, low, divisor, levels);
-if (i < total && channel + k < D) y[first + k] = vq_add(vq_mul(float(code), step), low);
+} else {
+VQ_UNROLL
+for (int t = 0; t < 32; ++t) {
+const float w = v[t];
+const uint code = kivi_exact(w, low, divisor, levels);
+if (i < total && channel + uint(t) < D) y[first + uint(t)] = vq_add(vq_mul(float(code), step), low);
+}
 }
 
 }

@@ -17,6 +17,8 @@ import numpy as np
 
 from vq_core.attention.view import CacheView, SideView
 from vq_core.errors import PluginError, UnsupportedShapeError, VQError
+from vq_core.kernels.kernel import Kernel
+from vq_core.kernels.skeleton.gather import gather
 from vq_core.kernels.skeleton.kernels import Pair, pair
 from vq_core.kernels.skeleton.portable import Pointer, Side
 from vq_core.plugins.binding import PROBE_TOLERANCE, BoundSide
@@ -32,11 +34,17 @@ class Fit:
         kernels: The kernels, ``None``: it cannot.
         backend: Where they run.
         why: Why it cannot.
+        dense: The kernels that decode each side for long queries, ``None``: there are none.
+        dense_why: Why there are none.
+        sides: Both sides as the kernels see them.
     """
 
     kernels: Pair | None
-    backend: str | None
+    backend: Any
     why: str = ""
+    dense: tuple[Kernel, Kernel] | None = None
+    dense_why: str = ""
+    sides: tuple[Side, ...] = ()
 
 
 _lock = threading.RLock()
@@ -84,7 +92,11 @@ def _told(found: Fit) -> tuple[str, str]:
     if found.kernels is None:
         return "", found.why
     failed = [why for (kernel, backend, *_), why in _proven.items() if why and kernel is found.kernels.run]
-    return ("", failed[0]) if failed else (f"kernel ({found.backend}): {found.kernels.run.name}", "")
+    if failed:
+        return "", failed[0]
+    tiles = found.dense_why or next((why for (kernel, *_), why in _proven.items() if why and kernel is found.dense), "")
+    long = f"prefill in tiles: {tiles}" if tiles else "prefill by decoding to a scratch"
+    return f"kernel ({found.backend}): {found.kernels.run.name}; {long}", ""
 
 
 def field_dtypes(side: SideView) -> Dtypes:
@@ -95,18 +107,23 @@ def field_dtypes(side: SideView) -> Dtypes:
 
 def _fit(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes, value_fields: Dtypes) -> Fit:
     if keys.backend is None:
-        return Fit(None, None, keys.no_backend)
+        return Fit(None, None, keys.no_backend, dense_why=keys.no_backend)
     for side in (keys, values):
         if side.snippet is None:
-            return Fit(None, None, f"{side.choice.label} has no snippet for its {side.ctx.side}")
+            why = f"{side.choice.label} has no snippet for its {side.ctx.side}"
+            return Fit(None, None, why, dense_why=why)
+    sides = (_side(keys, key_fields, "k"), _side(values, value_fields, "v"))
+    kernels, dense, why, dense_why = None, None, "", ""
+    D, Dv, dtype = keys.ctx.key_dim, values.ctx.value_dim, name_of(exact)
     try:
-        made = pair(
-            _side(keys, key_fields, "k"), _side(values, value_fields, "v"),
-            keys.ctx.key_dim, values.ctx.value_dim, name_of(exact),
-        )  # fmt: skip
+        kernels = pair(*sides, D, Dv, dtype)
     except UnsupportedShapeError as error:
-        return Fit(None, None, str(error))
-    return Fit(made, keys.backend)
+        why = str(error)
+    try:
+        dense = gather(sides[0], D, dtype), gather(sides[1], Dv, dtype)
+    except UnsupportedShapeError as error:
+        dense_why = str(error)
+    return Fit(kernels, keys.backend, why, dense, dense_why, sides)
 
 
 def _side(bound: BoundSide, dtypes: Dtypes, prefix: str) -> Side:
@@ -129,13 +146,19 @@ def name_of(dtype: mx.Dtype) -> str:
 
 
 def proven(view: CacheView, found: Fit, queries: mx.array, rows: int, fallback: str) -> str:
-    """Why a variant must not be used; nothing if it may. Runs it once, on tokens of its own.
+    """Why the kernels that serve some queries must not be used; nothing if they may. Runs them once, on own tokens.
+
+    Args:
+        view, found: The reading and what serves it.
+        queries: (B, H_q, L, D).
+        rows: Query rows that a threadgroup takes at once; 0: the kernels for long queries.
+        fallback: The policy's.
 
     Raises:
-        PluginError: it fails, and ``fallback`` is not ``"warn"``.
+        PluginError: they fail, and ``fallback`` is not ``"warn"``.
     """
-    assert found.kernels is not None
-    key = (found.kernels.run, found.backend, rows, queries.dtype)
+    kernel = found.kernels.run if rows else found.dense  # type: ignore[union-attr]
+    key = (kernel, found.backend, rows, queries.dtype)
     if key not in _proven:
         with _lock:
             if key not in _proven:
@@ -143,20 +166,24 @@ def proven(view: CacheView, found: Fit, queries: mx.array, rows: int, fallback: 
     return _proven[key]
 
 
+LONG = 24
+"""Queries of the trial of kernels for long ones."""
+
+
 def _try(view: CacheView, found: Fit, dtype: mx.Dtype, rows: int, fallback: str) -> str:
     from vq_core.attention.packed import attend
 
-    assert found.kernels is not None
-    small, kernels = _small(view), found.kernels
-    heads, D = small.heads * rows, small.keys.exact.shape[3]
-    q = _random(7, (1, heads, 1, D), dtype)
+    small = _small(view)
+    D = small.keys.exact.shape[3]
+    shape = (1, small.heads * rows, 1, D) if rows else (1, small.heads, LONG, D)
+    q = _random(7, shape, dtype)
     try:
         got = attend(small, q, scale=D**-0.5, tier="kernel", trying=True)
         want = attend(small, q, scale=D**-0.5, tier="reference")
         mx.eval(got, want)
         a, b = np.array(got.astype(mx.float32)), np.array(want.astype(mx.float32))
         error = float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(b)), 1e-30)
-        limit = max(PROBE_TOLERANCE, 2e-2 if dtype == mx.bfloat16 else 0)
+        limit = 2e-2 if mx.bfloat16 in (dtype, small.keys.exact.dtype) else PROBE_TOLERANCE
         reason = "" if error <= limit else f"differs from dense attention by {error:.2e}; at most {limit:.0e} is right"
     except VQError as error_:
         reason = str(error_)
@@ -164,7 +191,8 @@ def _try(view: CacheView, found: Fit, dtype: mx.Dtype, rows: int, fallback: str)
         reason = f"it does not run: {type(error_).__name__}: {error_}"
     if not reason:
         return ""
-    message = f"kernel {kernels.run.name} on {found.backend}: {reason}"
+    names = [found.kernels.run] if rows and found.kernels else found.dense or ()
+    message = f"kernel {' and '.join(k.name for k in names)} on {found.backend}: {reason}"
     if fallback != "warn":
         raise PluginError(
             f"{message}; report it to the authors of {view.keys.bound.choice.label} and "

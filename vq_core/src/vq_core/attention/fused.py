@@ -36,10 +36,7 @@ def attend_fused(
     packed_splits = max(1, min(-(-units // GROUPS), THREADGROUPS // (B * H * chunks)))
     exact = view.keys.exact.dtype
     q = queries if queries.dtype in (exact, mx.float32) else queries.astype(mx.float32)
-    # Each row's exact tokens are at the right, its first tokens at the left.
-    exact_k, exact_v = _eight(view.keys.exact, 2, left=True), _eight(view.values.exact, 2, left=True)
-    key_sinks = exact_k if view.keys.sinks is None else _eight(view.keys.sinks, 2)
-    value_sinks = exact_v if view.values.sinks is None else _eight(view.values.sinks, 2)
+    (exact_k, key_sinks), (exact_v, value_sinks) = exact_arrays(view.keys), exact_arrays(view.values)
     facts = row_facts(view.packed, view.sinks, view.exact, view.lengths, view.hidden, view.length)
     regular = view.keys.pages.table is None and view.values.pages.table is None
     inputs = [q]
@@ -48,8 +45,8 @@ def attend_fused(
     inputs += [
         facts, NOTHING if mask.array is None else _eight(additive(mask.array, view.heads), 3),
         exact_k, exact_v, key_sinks, value_sinks,
-        _table(view.keys), _table(view.values),
-        *_arrays(view.keys, kernels.keys), *_arrays(view.values, kernels.values),
+        table_of(view.keys), table_of(view.values),
+        *field_arrays(view.keys, kernels.keys), *field_arrays(view.values, kernels.values),
     ]  # fmt: skip
     sums, tops = kernels.run(
         *inputs, backend=backend, M=rows, scale_bits=_bits(scale * math.log2(math.e)), length=view.length,
@@ -68,7 +65,8 @@ def attend_fused(
     return (plain + finish(stored)).astype(queries.dtype)
 
 
-def _table(side: SideView) -> mx.array:
+def table_of(side: SideView) -> mx.array:
+    """Pages by row and depth, where they do not lie regularly."""
     return NO_TABLE if side.pages.table is None else _eight(side.pages.table, 1)
 
 
@@ -79,7 +77,17 @@ def _eight(a: mx.array, axis: int, left: bool = False) -> mx.array:
     return mx.pad(a, [((TINY, 0) if left else (0, TINY)) if i == axis else (0, 0) for i in range(a.ndim)])
 
 
-def _arrays(side: SideView, known: Side) -> list[mx.array]:
+def exact_arrays(side: SideView) -> tuple[mx.array, mx.array]:
+    """Window and first tokens as kernels take them: each row's at the right of the one, at the left of the other.
+
+    Without first tokens the window stands for them: no row has any there.
+    """
+    exact = _eight(side.exact, 2, left=True)
+    return exact, exact if side.sinks is None else _eight(side.sinks, 2)
+
+
+def field_arrays(side: SideView, known: Side) -> list[mx.array]:
+    """What a snippet's texts see."""
     constants = known.snippet.constants
     return [constants[p.name] if p.name in constants else side.pages.tile[p.name] for p in known.pointers]
 

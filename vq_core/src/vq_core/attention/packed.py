@@ -4,8 +4,9 @@ One step (few queries): the fused kernels where there are any, see :mod:`vq_core
 operations, scores of all pages, of the sink tokens and of the window in one row, one softmax, then the weighted sums.
 The transient memory is a few rows of scores, whatever the codes weigh.
 
-Long queries (prefill): the history is decoded tile by tile and multiplied, with an online softmax.  Each tile
-is made to depend on the sums so far, so that MLX cannot schedule the decoding of many tiles first.
+Long queries (prefill): on a GPU the history is decoded into a bounded scratch for MLX's own attention, see
+:mod:`vq_core.attention.prefill`; else it is decoded tile by tile and multiplied, with an online softmax.  Each tile is
+made to depend on the sums so far, so that MLX cannot schedule the decoding of many tiles first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from vq_core.attention import view as views
 from vq_core.attention.choice import fit, proven
 from vq_core.attention.fused import attend_fused, rows_at_once
 from vq_core.attention.masks import Mask, apply, read_mask
+from vq_core.attention.prefill import attend_scratch, why_tiles
 from vq_core.attention.sides import compute_dtype
 from vq_core.attention.step import attend_step
 from vq_core.attention.tiled import attend_tiled
@@ -70,16 +72,10 @@ def attend(
         stock = mask if checked.array is None else checked.array.flatten(1, 2)
         out = stock_attention(q, view.keys.exact, view.values.exact, scale=scale, mask=stock, sinks=sinks)
         return out.astype(queries.dtype)
-    if L <= STEP_QUERIES and tier in ("auto", "kernel") and max(view.packed):
-        found = fit(view)
-        why = found.why
-        if found.kernels is not None:
-            rows = rows_at_once(found.kernels, heads // view.heads * L)
-            why = "" if trying else proven(view, found, queries, rows, fallback)
-            if not why:
-                return attend_fused(view, found.kernels, queries, scale, checked, sinks, found.backend)
-        if tier == "kernel":
-            raise UnsupportedShapeError(f"attention='kernel': {why}; attention='auto' takes what there is")
+    if tier in ("auto", "kernel") and max(view.packed):
+        done = _by_kernels(view, queries, scale, checked, sinks, tier, fallback, trying)
+        if done is not None:
+            return done
     compute = mx.float32 if tier == "reference" else compute_dtype(view.keys.exact.dtype)
     q = (queries.astype(mx.float32) * scale).astype(compute).reshape(B, view.heads, heads // view.heads, L, D)
     if tier == "reference":
@@ -89,6 +85,27 @@ def attend(
     else:
         out = attend_tiled(view, q, checked, sinks)
     return out.reshape(B, heads, L, -1).astype(queries.dtype)
+
+
+def _by_kernels(
+    view: CacheView, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None, tier: str, fallback: str,
+    trying: bool,
+) -> mx.array | None:  # fmt: skip
+    """By the fastest kernels that fit; ``None`` where plain operations serve."""
+    found, L = fit(view), queries.shape[2]
+    if L > STEP_QUERIES:
+        if why_tiles(view, found, mask, sinks) or (not trying and proven(view, found, queries, 0, fallback)):
+            return None
+        return attend_scratch(view, found, queries, scale, mask, sinks).astype(queries.dtype)
+    why = found.why
+    if found.kernels is not None:
+        rows = rows_at_once(found.kernels, queries.shape[1] // view.heads * L)
+        why = "" if trying else proven(view, found, queries, rows, fallback)
+        if not why:
+            return attend_fused(view, found.kernels, queries, scale, mask, sinks, found.backend)
+    if tier == "kernel":
+        raise UnsupportedShapeError(f"attention='kernel': {why}; attention='auto' takes what there is")
+    return None
 
 
 def _as_stock(view: CacheView, mask: Mask, sinks: mx.array | None) -> bool:

@@ -176,7 +176,7 @@ def orders(count: int) -> list[list[int]]:
 
 def compare(
     arms: Mapping[str, Arm], inputs: Sequence[Any], *, rounds: int = 15, inner: int = 1, warm: int = 2,
-    overlap: bool = False, attempts: int = 1, refuse: Sequence[str] = (), machine: Callable[[], Machine] = look,
+    built: bool = False, attempts: int = 1, refuse: Sequence[str] = (), machine: Callable[[], Machine] = look,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Comparison:  # fmt: skip
     """Measure arms in turn; the first one is the base.
@@ -186,8 +186,8 @@ def compare(
         inputs: The pool, at least 10 different objects; evaluated before the clock starts.
         rounds: Turns; made up to whole sets of orders.
         inner: Calls in a row of one arm, forced together.
-        overlap: Start each call's work at once (``mx.async_eval``, as mlx-lm does), so that the device works while
-            Python builds the next; without, the device waits until all calls of a sample are built.
+        built: Start the clock when all calls of a sample are built: it then sees MLX and the device, and not what
+            Python costs, which is other on each host and was seen to double within one run.
         warm: Samples of each arm before the clock starts.
         attempts: Measure all again, so many times at most, while an arm against itself differs by over 5%. The
             ratios have no say in it.
@@ -207,7 +207,7 @@ def compare(
     seen = [machine()]
     found: Comparison | None = None
     for attempt in range(attempts):
-        halves = _measure(list(arms.values()), inputs, rounds, inner, warm, clock, overlap)
+        halves = _measure(list(arms.values()), inputs, rounds, inner, warm, clock, built)
         seen = [seen[0], machine()]
         busy = (*refuse, *dict.fromkeys(reason for look in seen for reason in look.reasons))
         noises = {name: _noise(*pair) for name, pair in zip(arms, halves, strict=True)}
@@ -241,7 +241,7 @@ def _measure(
     inner: int,
     warm: int,
     clock: Callable[[], float],
-    overlap: bool,
+    built: bool,
 ) -> list[tuple[list[float], list[float]]]:
     """Seconds a call of each arm, under its two names."""
     count = 2 * len(arms)
@@ -255,7 +255,7 @@ def _measure(
     try:
         for number in range(-warm, math.ceil(rounds / count) * count):
             for i in sets[number % count]:
-                took = _sample(arms[i // 2], _picked(inputs, cursors[i], inner), clock, overlap)
+                took = _sample(arms[i // 2], _picked(inputs, cursors[i], inner), clock, built)
                 cursors[i] += inner
                 if number >= 0:
                     seconds[i].append(took)
@@ -265,15 +265,13 @@ def _measure(
     return [(seconds[2 * i], seconds[2 * i + 1]) for i in range(len(arms))]
 
 
-def _sample(arm: Arm, picked: Sequence[Any], clock: Callable[[], float], overlap: bool = False) -> float:
+def _sample(arm: Arm, picked: Sequence[Any], clock: Callable[[], float], built: bool = False) -> float:
     """Seconds a call.  The results die when the function returns, after the clock."""
     mx.synchronize()
     begin = clock()
-    done = []
-    for item in picked:
-        done.append(arm(item))
-        if overlap:
-            mx.async_eval(done[-1])  # type: ignore[no-untyped-call]
+    done = [arm(item) for item in picked]
+    if built:
+        begin = clock()
     mx.eval(done)
     return (clock() - begin) / len(picked)
 

@@ -236,7 +236,7 @@ class _Bench:
             self.tell(f"copy of {self.wanted.copied} bytes")
             pool = [noise((self.wanted.copied // 2,), "float16", i) for i in range(POOL)]
             moved = 2 * pool[0].nbytes
-            self._copy = Copy(moved, self._compare({"copy": mx.negative}, pool, moved // 2, overlap=True))
+            self._copy = Copy(moved, self._compare({"copy": mx.negative}, pool, moved // 2, built=True))
         return self._copy
 
     def rows(self, served: Served, tokens: int, left_out: list[dict[str, str]]) -> list[dict[str, Any]]:
@@ -263,7 +263,7 @@ class _Bench:
         arms = {"plain": plain, "kernel": kernel}
         queued = self._compare(arms, pool, written, wrong)
         copied = {"kernel": kernel, "copy": lambda item: mx.negative(item.copied)}
-        overlapped = self._compare(copied, pool, written, wrong, overlap=True)
+        built = self._compare(copied, pool, written, wrong, built=True)
         single = self._compare(arms, pool, written, wrong, queue=False)
         del pool
         mx.clear_cache()
@@ -282,7 +282,7 @@ class _Bench:
             "bytes_written": written,
             "queued": _figures(queued),
             "single": _figures(single),
-            "bandwidth": self._bandwidth(overlapped, read + written),
+            "bandwidth": self._bandwidth(built, read + written),
             "whole_step": [queued.end_to_end("kernel", share) for share in self.wanted.shares],
         }
 
@@ -294,7 +294,7 @@ class _Bench:
 
     def _compare(
         self, arms: Mapping[str, Callable[[Any], Any]], pool: Sequence[Any], left: int, wrong: str = "",
-        queue: bool = True, overlap: bool = False,
+        queue: bool = True, built: bool = False,
     ) -> Comparison:  # fmt: skip
         most = max(1, min(100, min(MEMORY, mx.get_memory_limit() // 4) // max(1, left)))
         inner = queue_length(arms, pool, least=self.wanted.calls, most=most) if queue else 1
@@ -302,25 +302,25 @@ class _Bench:
         rounds = self.wanted.rounds * (1 if queue else 4)
         attempts = 1 if self.refuse else 3
         return compare(
-            arms, pool, rounds=rounds, inner=inner, overlap=overlap, attempts=attempts, refuse=refuse,
+            arms, pool, rounds=rounds, inner=inner, built=built, attempts=attempts, refuse=refuse,
             machine=self.machine,
         )  # fmt: skip
 
-    def _bandwidth(self, overlapped: Comparison, moved: int) -> dict[str, Any]:
+    def _bandwidth(self, built: Comparison, moved: int) -> dict[str, Any]:
         """Of the kernel, and over that of the faster of two copies: of as many bytes, and of many.
 
-        While the device works Python builds the next call: what Python costs is in the other clocks.
+        The calls are built before the clock starts: what Python costs is in the other clocks.
         """
-        time = overlapped.arms["kernel"].median
-        equal = moved / overlapped.arms["copy"].median
-        refused = overlapped.refused("kernel", "copy") + self.copy.found.refused("copy")
+        time = built.arms["kernel"].median
+        equal = moved / built.arms["copy"].median
+        refused = built.refused("kernel", "copy") + self.copy.found.refused("copy")
         fastest = max(equal, self.copy.rate)
         return {
             "bytes_per_second": round(moved / time),
             "copy_of_as_many_bytes_per_second": round(equal),
             "large_copy_bytes_per_second": round(self.copy.rate),
             "fraction_of_copy": None if refused else round(moved / time / fastest, 4),
-            "noise_floor": round(max(overlapped.floor("kernel", "copy"), self.copy.found.noise), 4),
+            "noise_floor": round(max(built.floor("kernel", "copy"), self.copy.found.noise), 4),
             "refused": list(dict.fromkeys(refused)),
         }
 

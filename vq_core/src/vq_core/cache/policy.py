@@ -15,6 +15,7 @@ Attention = Literal["auto", "kernel", "mlx", "reference"]
 Fallback = Literal["error", "warn"]
 Kernels = Literal["auto", "off", "simulator"]
 ATTENTION: tuple[Attention, ...] = ("auto", "kernel", "mlx", "reference")
+ON_DEVICES: tuple[Attention, ...] = ("kernel",)
 KERNELS: tuple[Kernels, ...] = ("auto", "off", "simulator")
 FALLBACK: tuple[Fallback, ...] = ("error", "warn")
 
@@ -80,10 +81,14 @@ class LayerPolicy:
 
     @property
     def text(self) -> dict[str, Any]:
-        """Keyword arguments that make this policy again on any machine; plain text and numbers."""
-        return {"keys": self.keys.text, "values": self.values.text} | {
-            name: getattr(self, name) for name in ("residual", "sink_tokens", "attention", "fallback")
-        }
+        """Keyword arguments that make this policy again on any machine; plain text and numbers.
+
+        A tier that needs a device is not among them: another machine takes its own fastest.
+        """
+        named = {name: getattr(self, name) for name in ("residual", "sink_tokens", "attention", "fallback")}
+        if self.attention in ON_DEVICES:
+            named["attention"] = "auto"
+        return {"keys": self.keys.text, "values": self.values.text} | named
 
 
 @attrs.frozen
@@ -123,7 +128,7 @@ class CachePolicy:
                     f"layer {index}: give None, a method such as 'kivi:bits=8' or keyword arguments, got {entry!r}"
                 )
             changes = {"method": entry} if isinstance(entry, str) else dict(entry)
-            kept = base.text | {"kernels": base.kernels}
+            kept = base.text | {"kernels": base.kernels, "attention": base.attention}
             if "method" in changes:
                 kept.pop("keys"), kept.pop("values")
             try:

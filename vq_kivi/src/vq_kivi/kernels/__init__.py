@@ -79,10 +79,10 @@ def _groups(call: Call) -> int:
     return math.prod(call.shapes["x"]) // call.numbers["size"]
 
 
-def _sixteenths(call: Call) -> int:
-    """Runs of 16 channels, groups that do not fill being filled up."""
+def _runs(call: Call) -> int:
+    """Runs of 32 channels, groups that do not fill being filled up."""
     B, H, n, D = call.shapes["x"]
-    return B * H * n * -(-D // call.numbers["size"]) * call.numbers["size"] // 16
+    return B * H * n * -(-D // call.numbers["size"]) * call.numbers["size"] // 32
 
 
 def _check_packing(call: Call) -> str:
@@ -137,6 +137,16 @@ def _dense_values(call: Call) -> tuple[int, ...]:
     return (*call.shapes["codes"][:3], call.numbers["head_dim"])
 
 
+def _parts(call: Call) -> int:
+    """Runs of 32 tokens of one channel."""
+    return math.prod(call.shapes["codes"]) // int(call.parameters["bits"])
+
+
+def _fours(call: Call) -> int:
+    """Runs of 4 channels of one token."""
+    return math.prod(call.shapes["codes"][:3]) * -(-call.numbers["head_dim"] // 4)
+
+
 def _packer(side: Side) -> Kernel:
     shape = _keys if side == "keys" else _values
     return Kernel(
@@ -153,7 +163,7 @@ def _packer(side: Side) -> Kernel:
         parameters={"T": DTYPES, "M": ("float16", "float32"), "bits": BITS},
         numbers=("size",),
         threads=_threads,
-        threadgroups=_tiles if side == "keys" else _grid(_sixteenths),
+        threadgroups=_tiles if side == "keys" else _grid(_runs),
         equals=packed(side),
         cases=packing_cases(side),
         check=_check_keys if side == "keys" else _check_packing,
@@ -170,7 +180,7 @@ def _rounder(side: Side) -> Kernel:
         body=bodies.ROUND_KEYS if side == "keys" else bodies.ROUND_VALUES,
         outputs={"y": Output("float32", lambda call: call.shapes["x"])},
         threads=_threads,
-        threadgroups=_grid(_groups if side == "keys" else _sixteenths),
+        threadgroups=_grid(_groups if side == "keys" else _runs),
         equals=rounded(side),
     )
 
@@ -186,7 +196,7 @@ def _unpacker(side: Side) -> Kernel:
         parameters={"M": ("float16", "float32"), "bits": BITS},
         numbers=("size", "head_dim"),
         threads=_threads,
-        threadgroups=_grid(lambda call: math.prod(shape(call)) // (32 if side == "keys" else 1)),
+        threadgroups=_grid(_parts if side == "keys" else _fours),
         equals=unpacked(side),
         cases=unpacking_cases(side),
         check=_check_unpacking_keys if side == "keys" else _check_unpacking_values,

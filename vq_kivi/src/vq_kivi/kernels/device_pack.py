@@ -16,13 +16,13 @@ from vq_kivi.kernels.reference import metadata_dtype, name_of, packed, state_of
 
 THREADS = 128
 MOST = 2**31
-SLAB = {"keys": 128, "values": 64}
+SLAB = 128
 """Channels of a threadgroup: whole chunks, see :mod:`vq_kivi.kernels.device`."""
 
 # Words from the codes of a slab, kept in threadgroup memory as streams. `channel` and `token` are of place j, half b.
 GATHER = """
 threadgroup_barrier(mem_flags::mem_threadgroup);
-const uint places = 16u / uint(bits), chunk = 128u / uint(bits), wide = min(D - d0, SLAB), mask = (1u << bits) - 1u;
+const uint places = 16u / uint(bits), chunk = 128u / uint(bits), wide = min(D - d0, 128u), mask = (1u << bits) - 1u;
 for (uint o = thread; o < wide * uint(bits); o += 128u) {
   const uint from = o / 128u * chunk, r = o % 128u;
   const bool half_chunk = from + chunk > wide;
@@ -42,28 +42,31 @@ for (uint o = thread; o < wide * uint(bits); o += 128u) {
 }
 """
 
-KEYS = (
-    """
+TOP = """
 // x (B, H, n, D) -> codes (B, H, n / 32, D * bits), scale and zero (B, H, n / 32, D).
-// A thread takes a channel of a block.
+// A threadgroup takes 128 channels of a block of 32 tokens.
 VQ_SHARED(uint, tile, 128 * bits);
-const uint n = x_shape[2], D = x_shape[3], size = 32u, across = (D + 127u) / 128u;
-const uint slab = threadgroup_position_in_grid.x;
-const uint block = slab / across, d0 = (slab - block * across) * 128u;
-const uint thread = thread_index_in_threadgroup, d = min(d0 + thread, D - 1u), c = 0u;
-const uint first = block * 32u * D + d;
+const uint n = x_shape[2], D = x_shape[3], across = (D + 127u) / 128u, slab = threadgroup_position_in_grid.x;
+const uint block = slab / across, d0 = (slab - block * across) * 128u, thread = thread_index_in_threadgroup;
 """
-    + bodies.KEYS_RANGE
-    + bodies._words(32, bodies.KEY, "bits")
-    + """
+
+KEEP = """
 VQ_UNROLL
 for (int k = 0; k < bits; ++k) {
   const uint one = word[k];
   tile[thread * uint(bits) + uint(k)] = one;
 }
 """
-    + GATHER.replace("SLAB", "128u")
-    .replace("CHANNEL", "2u * t + b")
+
+KEYS = (
+    TOP
+    + """
+const uint d = min(d0 + thread, D - 1u), first = block * 32u * D + d, size = 32u;
+"""
+    + bodies.KEYS_RANGE
+    + bodies.WORDS
+    + KEEP
+    + GATHER.replace("CHANNEL", "2u * t + b")
     .replace("TOKEN", "g")
     .replace("STREAM", "channel * uint(bits) + token * uint(bits) / 32u")
     .replace("BIT", "(token * uint(bits))")
@@ -75,39 +78,30 @@ if (d0 + thread < D) {
 }
 """
 )
+"""A thread takes a channel."""
 
 VALUES = (
-    """
-// x (B, H, n, D) -> codes (B, H, n / 32, D * bits), scale and zero (B, H, n / 32, D).
-// A thread takes 16 channels of a token.
-VQ_SHARED(uint, tile, 64 * bits);
-const uint n = x_shape[2], D = x_shape[3], across = (D + 63u) / 64u, lanes = 2u;
-const uint slab = threadgroup_position_in_grid.x;
-const uint block = slab / across, d0 = (slab - block * across) * 64u;
-const uint thread = thread_index_in_threadgroup, own_token = thread / 4u, part = thread & 3u;
-const uint group = min(d0 / 32u + part / 2u, D / 32u - 1u), channel = group * 32u + (part & 1u) * 16u;
-const uint row = block * 32u + own_token, first = row * D + channel;
+    TOP
+    + """
+const uint own = thread / 4u, group = min(d0 / 32u + (thread & 3u), D / 32u - 1u), channel = group * 32u, lanes = 1u;
+const uint row = block * 32u + own, first = row * D + channel;
 """
     + bodies.VALUES_GROUP
-    + bodies._words(16, "v[t]", "(bits + 1) / 2")
+    + bodies.WORDS
+    + KEEP
+    + GATHER.replace("CHANNEL", "g")
+    .replace("TOKEN", "2u * t + b")
+    .replace("STREAM", "token * uint(4 * bits) + channel * uint(bits) / 32u")
+    .replace("BIT", "(channel * uint(bits))")
     + """
-VQ_UNROLL
-for (int k = 0; k < bits / 2; ++k) {
-  const uint one = word[k];
-  tile[thread * uint(bits / 2) + uint(k)] = one;
-}
-if ((part & 1u) == 0u && d0 + part * 16u < D) {
-  const uint at = block * D + group * 32u + own_token % 8u / 2u * 8u + own_token / 8u * 2u + (own_token & 1u);
+if (d0 / 32u + (thread & 3u) == group) {
+  const uint at = block * D + group * 32u + own % 8u / 2u * 8u + own / 8u * 2u + (own & 1u);
   scale[at] = M(step);
   zero[at] = M(low);
 }
 """
-    + GATHER.replace("SLAB", "64u")
-    .replace("CHANNEL", "g")
-    .replace("TOKEN", "2u * t + b")
-    .replace("STREAM", "token * uint(2 * bits) + channel * uint(bits) / 32u")
-    .replace("BIT", "(channel * uint(bits))")
 )
+"""A thread takes a group of 32 channels of a token."""
 
 
 def _shape(words: Callable[[Call], int]) -> Callable[[Call], tuple[int, ...]]:
@@ -158,7 +152,7 @@ def _cases(side: Side) -> Callable[[], Iterator[Case]]:
 def _packer(side: Side) -> Kernel:
     def threadgroups(call: Call) -> tuple[int, int, int]:
         B, H, n, D = call.shapes["x"]
-        return (B * H * (n // device.BLOCK) * -(-D // SLAB[side]), 1, 1)
+        return (B * H * (n // device.BLOCK) * -(-D // SLAB), 1, 1)
 
     return Kernel(
         name=f"kivi_device_pack_{side}",

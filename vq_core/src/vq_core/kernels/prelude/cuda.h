@@ -101,6 +101,7 @@ VQ_FN int4 vq_int4(int x, int y, int z, int w) { return make_int4(x, y, z, w); }
 VQ_FN half2 fma(half2 a, half2 b, half2 c) { return __hfma2(a, b, c); }
 template <class U, class T> VQ_FN const U* vq_view(const T* p) { return reinterpret_cast<const U*>(p); }
 template <class U, class T> VQ_FN U* vq_view(T* p) { return reinterpret_cast<U*>(p); }
+template <class U, class T> VQ_FN bool vq_aligned(const T* p) { return reinterpret_cast<ulong>(p) % alignof(U) == 0; }
 // From sm_80 on; Metal has nothing like them.
 VQ_FN float4 vq_mma_m16n8k16(float4 c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"

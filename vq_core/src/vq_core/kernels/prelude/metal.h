@@ -43,3 +43,5 @@ template <typename U, typename T> inline const device U* vq_view(const device T*
 template <typename U, typename T> inline const constant U* vq_view(const constant T* p) { return (const constant U*)p; }
 template <typename U, typename T> inline device U* vq_view(device T* p) { return (device U*)p; }
 template <typename U, typename T> inline threadgroup U* vq_view(threadgroup T* p) { return (threadgroup U*)p; }
+template <typename U, typename T> inline bool vq_aligned(const device T* p) { return reinterpret_cast<ulong>(p) % alignof(U) == 0; }
+template <typename U, typename T> inline bool vq_aligned(const constant T* p) { return reinterpret_cast<ulong>(p) % alignof(U) == 0; }

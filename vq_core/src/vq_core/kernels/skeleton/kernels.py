@@ -63,8 +63,8 @@ def pair(keys: Side, values: Side, key_dim: int, value_dim: int, dtype: str) -> 
     """
     unit = _unit(keys, values)
     rows = _rows(keys, values, key_dim, value_dim, unit)
-    kinds = "".join(_short(p.dtype) for side in (keys, values) for p in side.pointers)
-    name = f"attend_{keys.snippet.label}_{values.snippet.label}_{key_dim}_{value_dim}_{_short(dtype)}_{kinds}"
+    kinds = "".join(short(p.dtype) for side in (keys, values) for p in side.pointers)
+    name = f"attend_{keys.snippet.label}_{values.snippet.label}_{key_dim}_{value_dim}_{short(dtype)}_{kinds}"
     text = portable.body(keys, values, key_dim, value_dim, unit, dtype)
     header = _header(keys, values)
     with _lock:
@@ -79,8 +79,9 @@ def pair(keys: Side, values: Side, key_dim: int, value_dim: int, dtype: str) -> 
     return attrs.evolve(known[0], keys=keys, values=values)
 
 
-def _short(dtype: str) -> str:
-    return {"float16": "h", "bfloat16": "b", "float32": "f", "bool_": "o"}.get(dtype, dtype[0] + dtype.lstrip("uint"))
+def short(dtype: str) -> str:
+    """A dtype in a kernel's name."""
+    return {"float16": "h", "bfloat16": "b", "float32": "f", "bool_": "o"}.get(dtype, dtype.replace("int", ""))
 
 
 def _header(keys: Side, values: Side) -> str:

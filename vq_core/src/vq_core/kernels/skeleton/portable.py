@@ -214,6 +214,7 @@ for (uint n = begin; n < units; n += (splits - exact_splits) * {GROUPS}u) {{
         _values(
             values.snippet,
             values.width,
+            unit,
             values.call("numbers", "v_first + t", "c", "u"),
             values.call("affine", "v_first + t + i", "c"),
             values.call("affine", "v_first + t", "c + j"),
@@ -250,7 +251,7 @@ for (uint n = split * {GROUPS}u + sg; n < units; n += exact_splits * {GROUPS}u) 
   VQ_GLOBAL({kind}) from_v = (old ? sink_v : exact_v) + above * {value_dim}u;
 {_scores(frame, key_dim, keys, load.format(n=channels, at=f"from_k[min(t, int(count) - 1) * {key_dim} + c"), "", "")}
 {_softmax(frame)}
-{_values(values, value_dim, load.format(n=run, at=f"from_v[t * {value_dim} + c"), "", "")}
+{_values(values, value_dim, EXACT_UNIT, load.format(n=run, at=f"from_v[min(t, int(count) - 1) * {value_dim} + c"), "", "")}
 }}
 """
 
@@ -401,8 +402,8 @@ def _softmax(frame: Frame) -> str:
         const uint row = min(m0 + uint(m), total - 1u), query = head * (heads / H) + row / L;
         const uint mb = uint(mask_shape[0]) == 1u ? 0u : b, mh = uint(mask_shape[1]) == 1u ? 0u : query;
         const uint ml = uint(mask_shape[2]) == 1u ? 0u : row % L;
-        const uint columns = mask_shape[3];
-        const float added = mask[((mb * uint(mask_shape[1]) + mh) * uint(mask_shape[2]) + ml) * uint(mask_shape[3]) + uint(place)];
+        const uint line = (mb * uint(mask_shape[1]) + mh) * uint(mask_shape[2]) + ml;
+        const float added = mask[line * uint(mask_shape[3]) + uint(place)];
         score += added * 1.4426950408889634f;
         seen = added > lowest;
       }}
@@ -447,12 +448,12 @@ const int run_channel = has_run ? int(run_lane) * {channels} : 0;
 """
 
 
-def _values(snippet: Snippet, width: int, numbers: str, by_token: str, by_channel: str) -> str:
+def _values(snippet: Snippet, width: int, unit: int, numbers: str, by_token: str, by_channel: str) -> str:
     """Add the unit's values, weighted."""
     T, C = snippet.tokens, snippet.channels
     lanes = 1 << (-(-width // C) - 1).bit_length()
     step = SIMD // lanes * T
-    several = next(n for n in VALUES_AHEAD if step * n <= 32 or n == 1)
+    several = next(n for n in VALUES_AHEAD if unit % (step * n) == 0 or n == 1)
     weight = "weights[weighing + (t + i) * M + m]"
     add = f"""
       VQ_UNROLL
@@ -497,16 +498,15 @@ def _values(snippet: Snippet, width: int, numbers: str, by_token: str, by_channe
         }}
       }}
 """
+    # Past the last token weights are zero, and a page's empty places hold zeros: no guard, so that loads are batched.
     return f"""
-  for (int t0 = int(run_token) * {T}; t0 < int(count); t0 += {step * several}) {{
+  for (int t0 = int(run_token) * {T}; t0 < {unit}; t0 += {step * several}) {{
     VQ_UNROLL
     for (int more = 0; more < {several}; ++more) {{
       const int t = t0 + more * {step}, c = run_channel;
-      {"if (t < int(count)) " if several > 1 else ""}{{
       VQ_LOCAL(float, u, {T * C});
       {numbers};
 {add}
-      }}
     }}
   }}
   simdgroup_barrier(mem_flags::mem_threadgroup);

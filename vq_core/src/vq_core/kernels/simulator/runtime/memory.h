@@ -133,6 +133,8 @@ template <class T> struct vq_out {  // device T*
 #define VQ_GLOBAL_OUT(T) vq_out<T>
 
 template <class U, class T> VQ_FN vq_in<U> vq_view(vq_in<T> p) { return {p.b, p.at}; }
+// Nothing is misaligned here: launches of odd seeds say that every input is, so that both ways of a kernel are run.
+template <class U, class T> VQ_FN bool vq_aligned(vq_in<T> p) { return p.at % int64_t(alignof(U)) == 0 && vq_now->seed % 2 == 0; }
 template <class U, class T> VQ_FN vq_out<U> vq_view(vq_out<T> p) {
   static_assert(sizeof(U) % sizeof(T) == 0, "vq_view of an output widens: ownership is kept for each declared element");
   return {p.b, p.at};

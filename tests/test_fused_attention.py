@@ -1,0 +1,126 @@
+"""The fused kernels in the simulator against dense attention, over random caches; what they refuse; what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from vq_core import CacheStateError, PackedKVCache, UnsupportedShapeError
+from vq_core.evaluate.random_attention import run
+from vq_core.testing import load_plugin, registered
+
+METHODS = Path(__file__).parent / "methods"
+PAIRS = [
+    ("kivi:bits=2", "kivi:bits=2"), ("identity", "kivi:bits=4"), ("kivi:bits=3", "centred"),
+    ("sign_sketch:sketch=128", "kivi:bits=8"), ("example:bits=3", "example:bits=2"), ("centred", "identity"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def methods() -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in ("identity", "centred", "sign_sketch", "placed"):
+            stack.enter_context(registered(load_plugin(METHODS / f"{name}.py"), name))
+        yield
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+def test_random_caches(seed: int) -> None:
+    """Shapes, query ratios, masks, dtypes, rows of unequal length, first tokens, sinks, pairs of methods."""
+    found = run(seed, 60, 9, "kernel", "simulator", PAIRS, longest=600)
+    assert set(found["worst"]) >= {"float16", "bfloat16"}
+    assert not found["failed"], f"{len(found['failed'])} of 60, the first: {found['failed'][0]}"
+
+
+def random(seed: int, *shape: int) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(mx.float16)
+
+
+def filled(tokens: int = 300, rows: int = 1, **options: object) -> PackedKVCache:
+    options = {"method": "kivi:bits=2", "residual": 16, "attention": "kernel", "kernels": "simulator"} | options
+    cache = PackedKVCache(**options)  # type: ignore[arg-type]
+    cache.update_and_fetch(random(1, rows, 2, tokens, 64), random(2, rows, 2, tokens, 64))
+    return cache
+
+
+def test_repeated_runs_are_identical_to_the_bit() -> None:
+    cache, q = filled(), random(3, 1, 8, 2, 64)
+    first = np.array(cache.attend(q, scale=0.125, mask="causal"))
+    assert all(np.array_equal(first, np.array(cache.attend(q, scale=0.125, mask="causal"))) for _ in range(3))
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    k, v, q = random(1, 2, 2, 300, 64), random(2, 2, 2, 300, 64), random(3, 2, 4, 1, 64)
+    outs = []
+    for broken in (False, True):
+        cache = PackedKVCache(method="kivi:bits=4", residual=16, attention="kernel", kernels="simulator")
+        bad = mx.where((mx.arange(2) == 1)[:, None, None, None] & (mx.arange(300) == 40)[:, None], mx.nan, k)
+        cache.update_and_fetch(bad if broken else k, v)
+        outs.append(np.array(cache.attend(q, scale=0.125)))
+    assert np.array_equal(outs[0][0], outs[1][0]) and np.isfinite(outs[0]).all() and np.isnan(outs[1][1]).any()
+
+
+def test_what_is_masked_out_has_no_weight() -> None:
+    """A mask of the last token alone gives its value; one that hides all of a row gives finite numbers."""
+    cache, q = filled(), random(3, 1, 4, 1, 64)
+    _, values = cache.decode()
+    only = mx.broadcast_to(mx.arange(300) == 299, (1, 1, 1, 300))
+    got = np.array(cache.attend(q, scale=0.125, mask=only).astype(mx.float32))
+    want = np.repeat(np.array(values[:, :, 299:].astype(mx.float32)), 2, axis=1)
+    assert np.abs(got - want).max() < 1e-3
+    assert np.isfinite(np.array(cache.attend(q, scale=0.125, mask=mx.zeros((1, 300), mx.bool_)))).all()
+
+
+def test_windows_of_nothing() -> None:
+    """Nothing exact at all, and so little that Metal would keep it elsewhere."""
+    for residual, tokens in ((0, 256), (1, 257)):
+        cache = PackedKVCache(method="kivi:bits=4", residual=residual, attention="kernel", kernels="simulator")
+        k, v = random(1, 1, 1, tokens, 16), random(2, 1, 1, tokens, 16)
+        cache.update_and_fetch(k, v)
+        q = random(3, 1, 1, 1, 16)
+        got = np.array(cache.attend(q, scale=0.25).astype(mx.float32))
+        keys, values = (x.astype(mx.float32) for x in cache.decode())
+        want = mx.softmax((q.astype(mx.float32) @ keys.swapaxes(-1, -2)) * 0.25, axis=-1) @ values
+        assert np.abs(got - np.array(want)).max() < 2e-3
+        assert cache.report().exact == residual
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kernels": "auto"}, "no kernels on Device\\(cpu, 0\\)"),
+        ({"kernels": "off"}, "kernels='off'"),
+        ({"method": "placed"}, "placed has no snippet for its keys"),
+        ({"keys": "kivi:bits=4", "values": "placed", "method": None}, "placed has no snippet for its values"),
+    ],
+)
+def test_a_tier_asked_for_by_name_says_why_not(options: dict[str, object], words: str) -> None:
+    """Before anything is stored."""
+    with pytest.raises(UnsupportedShapeError, match=f"attention='kernel': .*{words}"):
+        filled(**options)
+    auto = filled(**(options | {"attention": "auto"}))
+    auto.attend(random(3, 1, 4, 1, 64), scale=0.125)
+    assert auto.report().attention.startswith("mlx (kernel: ")
+
+
+@pytest.mark.parametrize(
+    ("q", "mask", "words"),
+    [
+        ((1, 5, 1, 64), None, "5 query heads: the number must be a multiple of the 2 KV heads"),
+        ((1, 4, 1, 32), None, "must have B=1, D=64"),
+        ((1, 4, 2, 64), (2, 299), "the cache holds 300 tokens"),
+    ],
+)
+def test_shapes_that_do_not_fit(q: tuple[int, ...], mask: tuple[int, ...] | None, words: str) -> None:
+    cache = filled()
+    before = cache.nbytes
+    with pytest.raises(UnsupportedShapeError, match=words):
+        cache.attend(random(3, *q), scale=0.125, mask=None if mask is None else mx.ones(mask, mx.bool_))
+    assert cache.nbytes == before
+    with pytest.raises(CacheStateError):
+        PackedKVCache(method="kivi").attend(random(3, 1, 4, 1, 64), scale=0.125)
