@@ -22,10 +22,10 @@ SLAB = 128
 # Words from the codes of a slab, kept in threadgroup memory as streams. `channel` and `token` are of place j, half b.
 GATHER = """
 threadgroup_barrier(mem_flags::mem_threadgroup);
-const uint places = 16u / uint(bits), chunk = 128u / uint(bits), wide = min(D - d0, 128u), mask = (1u << bits) - 1u;
-for (uint o = thread; o < wide * uint(bits); o += 128u) {
+const uint places = 16u / uint(bits), chunk = 128u / uint(bits), span = min(D - d0, 128u), mask = (1u << bits) - 1u;
+for (uint o = thread; o < span * uint(bits); o += 128u) {
   const uint from = o / 128u * chunk, r = o % 128u;
-  const bool half_chunk = from + chunk > wide;
+  const bool half_chunk = from + chunk > span;
   const uint lane = half_chunk ? r / 2u : r / 4u, g = lane / 4u, t = lane & 3u, a = r & 1u, split = places / 2u;
   uint found = 0u;
   VQ_UNROLL
