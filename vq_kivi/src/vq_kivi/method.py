@@ -33,6 +33,7 @@ import mlx.core as mx
 from vq_core.api import Capabilities, Field, Layout, MethodFacts, PrepareContext, Side, hookimpl, setting
 from vq_core.codec.bits import pack_bits, unpack_bits
 from vq_core.kernels import KernelOffer
+from vq_core.kernels.device_form import DeviceForm
 from vq_core.kernels.skeleton.snippet import Snippet
 
 FLOAT16_MAX = 65504.0
@@ -217,6 +218,14 @@ def vq_kernels() -> Sequence[KernelOffer]:
     from vq_kivi.kernels import OFFERS
 
     return OFFERS
+
+
+@hookimpl
+def vq_device() -> Sequence[DeviceForm]:
+    """The order in which tensor cores take codes: :mod:`vq_kivi.kernels.device`."""
+    from vq_kivi.kernels.form import FORMS
+
+    return FORMS
 
 
 @attrs.frozen(eq=False)

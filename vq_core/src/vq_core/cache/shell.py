@@ -22,6 +22,7 @@ from vq_core.cache.shapes import DTYPES, check_pair, shape_of
 from vq_core.cache.tagged import ReadCount, Strictness, tag
 from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
 from vq_core.plugins.binding import BoundSide, bind
+from vq_core.plugins.device import together
 from vq_core.plugins.registry import resolve
 
 
@@ -76,17 +77,21 @@ class PackedKVCache:
     def from_policy(
         cls, policy: LayerPolicy, *, layer: int | None = None, rope: Rope | None = None,
         model: str | None = None, strict: bool | Strictness = False, strict_lengths: Collection[int] | None = None,
-        sliding: int | None = None,
+        sliding: int | None = None, device_form: bool = False,
     ) -> PackedKVCache:  # fmt: skip
         """A cache of a checked policy, with what a host knows of the layer.
 
         ``strict``: ``update_and_fetch`` returns tags without a dense side, for hosts that know that the model
         hands them to attention and does nothing else with them, or that host's word on it, asked at each update;
-        ``strict_lengths``: for chunks of these lengths alone.
+        ``strict_lengths``: for chunks of these lengths alone; ``device_form``: see there.
         """
         cache = cls.__new__(cls)
         cache._setup(policy, layer, rope, model, strict, strict_lengths, sliding)
+        cache.device_form = device_form
         return cache
+
+    device_form = False
+    """Whether pages are held in the order of the device's kernels, where both methods have one."""
 
     def _setup(
         self, policy: LayerPolicy, layer: int | None = None, rope: Rope | None = None,
@@ -122,13 +127,17 @@ class PackedKVCache:
         if name not in DTYPES:
             raise UnsupportedShapeError(f"keys and values of {name}: accepted are {', '.join(DTYPES)}")
         sides: list[BoundSide] = []
+        ordered: list[BoundSide] = []
         for side, choice in (("keys", self.policy.keys), ("values", self.policy.values)):
             facts = resolve(choice.label).facts
             ctx = PrepareContext(
                 side=side, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, dtype=name,  # type: ignore[arg-type]
                 layer=self.layer if facts and facts.per_layer else None, rope=self._rope, model=self._model,
             )  # fmt: skip
-            sides.append(bind(choice, ctx, self.policy.fallback, self.policy.kernels))
+            given = (choice, ctx, self.policy.fallback, self.policy.kernels)
+            sides.append(bind(*given))
+            ordered.append(bind(*given, device=True) if self.device_form else sides[-1])
+        sides = together(ordered, sides)
         if self.policy.attention == "kernel":
             require(*sides)
         residual = self.policy.residual if self._flushes else EVERYTHING
@@ -335,6 +344,7 @@ class PackedKVCache:
         from vq_core.cache.state import restore
 
         made = type(self).__new__(type(self))  # so that a state that is refused changes nothing
+        made.device_form = self.device_form
         restore(made, value)
         self.__dict__.update(made.__dict__)
 
@@ -360,6 +370,7 @@ class PackedKVCache:
         """A copy that shares the arrays, which are never changed in place: it costs no memory until it grows."""
         new = type(self).__new__(type(self))
         new._setup(self.policy, self.layer, self._rope, self._model, self._strict, self._strict_lengths, self.sliding)
+        new.device_form = self.device_form
         new._history = None if self._history is None else self._history.copy()
         return new
 

@@ -25,10 +25,13 @@ from vq_core.cache.state_checks import check_arrays, check_dropped, check_store,
 from vq_core.errors import FormatError, SettingsError, VQError
 from vq_core.files import jsontext
 from vq_core.files.jsontext import shown
+from vq_core.plugins.device import form_named, reorder
 from vq_core.plugins.registry import find, resolve
 
 if TYPE_CHECKING:
     from vq_core.cache.shell import PackedKVCache
+    from vq_core.kernels.device_form import DeviceForm
+    from vq_core.plugins.binding import BoundSide
 
 STATE_VERSION = 2
 WINDOW = ("keys", "values", "sink_keys", "sink_values")
@@ -36,11 +39,17 @@ COUNTS = ("counts", "approximate", "sinks")
 ALWAYS = ("vq", "policy", "methods", "layer", "model", "rope", "sliding")
 FILLED = ("shape", "layout", "window", "dropped", "stores", "arrays")
 POLICY = tuple(field.name for field in attrs.fields(LayerPolicy) if field.name != "kernels")
+FORM = "device_form"
+"""Of a state alone, never of a file of ours: for each side the device form that its pages are in, or an empty text."""
 SHAPE = ("kv_heads", "key_dim", "value_dim", "dtype", "rows")
 
 
-def describe(cache: PackedKVCache) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """A cache's description and its arrays; a cache without tokens is described by its policy alone."""
+def describe(cache: PackedKVCache, as_held: bool = False) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """A cache's description and its arrays; a cache without tokens is described by its policy alone.
+
+    Pages are in canonical order, whatever the order in which they are held; with ``as_held`` they stay in a device
+    form, which the description then names.
+    """
     description: dict[str, Any] = {
         "vq": STATE_VERSION, "policy": cache.policy.text, "layer": cache.layer, "model": cache._model,
         "rope": cache._rope and attrs.asdict(cache._rope), "sliding": cache.sliding,
@@ -60,20 +69,28 @@ def describe(cache: PackedKVCache) -> tuple[dict[str, Any], dict[str, mx.array]]
         "kv_heads": ctx.kv_heads, "key_dim": ctx.key_dim, "value_dim": ctx.value_dim,
         "dtype": ctx.dtype, "rows": history.rows,
     }  # fmt: skip
-    description["layout"] = {side: layout_text(bound.layout) for side, bound in history.bound.items()}
+    description["layout"] = {side: layout_text(bound.canonical) for side, bound in history.bound.items()}
     description["window"] = {name: getattr(window, name) for name in COUNTS}
     description["dropped"] = history.dropped
     description["stores"] = {s: {"tokens": t.tokens, "owned": t.owned} for s, t in history.stores.items()}
     arrays |= {f"window.{n}": a for n in WINDOW if (a := getattr(window, n)) is not None}
     for side, store in history.stores.items():
-        arrays |= {f"{side}.{name}": array for name, array in (store.paged | store.sequence).items()}
+        held, bound = store.paged | store.sequence, history.bound[side]
+        if bound.held is not None and not as_held:
+            held = reorder(bound.held.form, bound, held, to_device=False)
+        arrays |= {f"{side}.{name}": array for name, array in held.items()}
     description["arrays"] = list(arrays)
+    if as_held and any(bound.held for bound in history.bound.values()):
+        description[FORM] = {s: b.held.form.name if b.held else "" for s, b in history.bound.items()}
     return description, arrays
 
 
 def dump(cache: PackedKVCache) -> list[Any]:
-    """The state of a cache for mlx-lm: the description as text, then the arrays."""
-    description, arrays = describe(cache)
+    """The state of a cache for mlx-lm: the description as text, then the arrays.
+
+    As they are held: mlx-lm evaluates states while it generates, and both orders at once would be twice the memory.
+    """
+    description, arrays = describe(cache, as_held=True)
     return [json.dumps(description), *arrays.values()]
 
 
@@ -124,7 +141,11 @@ def checked(description: Any) -> dict[str, Any]:
         raise FormatError(
             f"cache state of version {shown(description.get('vq'))}; this vq-core reads version {STATE_VERSION}"
         )
-    jsontext.record(description, what, *ALWAYS, *(FILLED if "shape" in description else ()))
+    filled = (*FILLED, FORM) if FORM in description else FILLED
+    jsontext.record(description, what, *ALWAYS, *(filled if "shape" in description else ()))
+    if FORM in description:
+        for side, form in jsontext.record(description[FORM], "the device forms", *SIDES).items():
+            jsontext.text(form, f"the device form of the {side}", 100)
     policy = jsontext.record(description["policy"], "the policy", *POLICY)
     for name in ("keys", "values", "attention", "fallback"):
         jsontext.text(policy[name], f"the policy's {name}")
@@ -212,7 +233,7 @@ def _rebuild(cache: PackedKVCache, description: dict[str, Any], arrays: Mapping[
     history, held = cache._history, dict(arrays)
     assert history is not None
     for side, bound in history.bound.items():
-        was, now = description["layout"][side], layout_text(bound.layout)
+        was, now = description["layout"][side], layout_text(bound.canonical)
         if was != now:
             raise FormatError(
                 f"the {side} were packed with another layout than the installed method's: {_differences(was, now)}"
@@ -221,21 +242,44 @@ def _rebuild(cache: PackedKVCache, description: dict[str, Any], arrays: Mapping[
         setattr(history.window, name, list(description["window"][name]))
     for name in WINDOW:
         setattr(history.window, name, held.pop(f"window.{name}", None))
+    layouts: dict[str, Layout] = {}
+    forms: dict[str, DeviceForm | None] = {}
     for side, store in history.stores.items():
         entry = description["stores"][side]
         store.gone = list(description["dropped"])
         store.tokens, store.owned = list(entry["tokens"]), [list(o) for o in entry["owned"]]
-        for field in store.layout.fields:
+        form = _form(bound := history.bound[side], side, description.get(FORM, {}).get(side, ""))
+        layouts[side] = bound.canonical if form is None else form.layout(bound.state)
+        for field in layouts[side].fields:
             array = held.pop(f"{side}.{field.name}", None)
             if array is not None:
                 (store.paged if field.axis is not None else store.sequence)[field.name] = array
         store.capacity = next((a.shape[0] for a in store.paged.values() if a.ndim), 0)
+        forms[side] = form
     if held:
         raise FormatError(f"arrays that the layout does not name: {shown(', '.join(held))}")
     check_window(history)
     check_dropped(history)
     for side, store in history.stores.items():
-        check_store(side, store, history)
+        check_store(side, store, history, layouts[side])
+        bound, form = history.bound[side], forms[side]
+        mine = None if bound.held is None else bound.held.form
+        if form is not mine and form is not None:
+            store.paged = reorder(form, bound, store.paged, to_device=False)
+        if form is not mine and mine is not None:
+            store.paged = reorder(mine, bound, store.paged, to_device=True)
+
+
+def _form(bound: BoundSide, side: str, name: str) -> DeviceForm | None:
+    """The device form of a state's pages; ``None`` where they are in canonical order."""
+    if not name:
+        return None
+    if bound.held is not None and bound.held.form.name == name:
+        return bound.held.form
+    found = form_named(bound, name)
+    if found is None:
+        raise FormatError(f"the {side} are in the device form {shown(name)}, which the installed method has not")
+    return found
 
 
 @functools.lru_cache(256)

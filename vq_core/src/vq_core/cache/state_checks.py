@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from vq_core.api.layout import Layout
 from vq_core.cache.history import History
 from vq_core.cache.store import PageStore
 from vq_core.errors import FormatError
@@ -91,13 +92,13 @@ def check_dropped(history: History) -> None:
             raise FormatError(f"{dropped} tokens dropped of {length} do not fit a sliding window of {window}")
 
 
-def check_store(side: str, store: PageStore, history: History) -> None:
-    """A store's counts fit its pages, its pages its arrays, its arrays the layout.
+def check_store(side: str, store: PageStore, history: History, layout: Layout) -> None:
+    """A store's counts fit its pages, its pages its arrays, its arrays the layout that they are in.
 
     Raises:
         FormatError: they do not.
     """
-    page = store.layout.page
+    page = layout.page
     pages = [-(-n // page) for n in store.tokens]
     if (
         store.tokens != history.packed
@@ -109,7 +110,7 @@ def check_store(side: str, store: PageStore, history: History) -> None:
         raise FormatError(
             f"{side}: {shown(str(store.tokens))} tokens do not fit pages {shown(str(store.owned))} of {store.capacity}"
         )
-    for field in store.layout.fields:
+    for field in layout.fields:
         array = store.paged.get(field.name) if field.axis is not None else store.sequence.get(field.name)
         if array is None and not any(store.tokens):
             continue

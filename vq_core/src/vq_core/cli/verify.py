@@ -45,6 +45,11 @@ def verify(
         raise HostError("this device has neither Metal nor CUDA: give --backend simulator to run them on the CPU")
     runner = choose(chosen)
     offered, failed = offered_kernels(method)
+    failed += [
+        f"kernel {one.kernel.name} of {one.method} runs on {', '.join(one.kernel.backends)} only"
+        for one in offered if chosen not in one.kernel.backends
+    ]  # fmt: skip
+    offered = [one for one in offered if chosen in one.kernel.backends]
     if chosen == "simulator":
         build_ahead([one.kernel for one in offered], limit=limit)
     verdicts: list[tuple[str, Verdict]] = []

@@ -15,6 +15,8 @@ from vq_core.kernels.kernel import BACKENDS, Backend, Kernel, Launch
 class Runner(Protocol):
     """A backend."""
 
+    backend: Backend
+
     def run(self, kernel: Kernel, inputs: Sequence[mx.array], launch: Launch) -> tuple[mx.array, ...]:
         """Run a checked call."""
 

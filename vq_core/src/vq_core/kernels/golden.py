@@ -36,8 +36,9 @@ def signature(text: str) -> str:
 
 
 def differences(kernels: Iterable[Kernel], folder: Path) -> list[str]:
-    """What is not as the files have it, as differences to read; empty where all agree."""
+    """What is not as the files have it, as differences to read; empty where all agree.  Only of kernels for Metal."""
     found = []
+    kernels = [kernel for kernel in kernels if "metal" in kernel.backends]
     files = {path.stem for path in folder.glob("*.metal")}
     for kernel in kernels:
         path = folder / f"{kernel.name}.metal"
@@ -55,6 +56,8 @@ def write(kernels: Iterable[Kernel], folder: Path) -> None:
     for path in folder.glob("*.metal"):
         path.unlink()
     for kernel in kernels:
+        if "metal" not in kernel.backends:
+            continue
         (folder / f"{kernel.name}.metal").write_text(golden_text(kernel), encoding="utf-8")
 
 

@@ -56,7 +56,7 @@ def declaration(kernel: Kernel, backend: Backend) -> dict[str, Any]:
         + stripped(kernel.header)
         + "\n",
         "source": stripped(kernel.text) + "\n",
-    }
+    } | ({"shared_memory": kernel.dynamic_bytes} if kernel.dynamic_bytes else {})
 
 
 def arguments(kernel: Kernel, launch: Launch) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from vq_core.kernels.kernel import TINY, Call, Case, Kernel
+from vq_core.kernels.nvrtc import cuda_text
 from vq_core.kernels.text import metal_text
 
 MOST_CASES = 48
@@ -30,7 +31,7 @@ def grows(kernel: Kernel, cases: Iterable[Case] | None = None) -> str:
         calls.append(call)
         # MLX keeps a small array in another address space, which is another text: one more, not one a length.
         key = (*call.parameters.values(), *(x.size < TINY for x in case.inputs))
-        text = metal_text(kernel, case)
+        text = metal_text(kernel, case) if "metal" in kernel.backends else cuda_text(kernel, call.parameters)
         known, before = texts.setdefault(key, (text, call))
         if known != text:
             return f"the text for {_sizes(call)} is not that for {_sizes(before)}: each length would be compiled"

@@ -35,6 +35,12 @@ ATTRIBUTES = (
     "thread_index_in_simdgroup", "simdgroup_index_in_threadgroup",
 )  # fmt: skip
 MOST_THREADS = 1024
+MOST_DYNAMIC = 160 * 1024
+"""Bytes of dynamic threadgroup memory that every NVIDIA GPU with these instructions has room for, but for its
+consumer variants, which have 99 KiB."""
+CUDA_ONLY = re.compile(
+    r"\b(?:vq_mma_m16n8k16|vq_transpose_8x8|vq_copy_(?:async|commit|wait)|vq_half_pair|vq_exp2_fast|VQ_DYNAMIC)\b"
+)
 MOST_LAUNCHES = 1024
 SIMD = 32
 NUMBERS = "run_numbers"
@@ -110,6 +116,9 @@ class Kernel:
         check: Says why a call is not accepted, before anything is launched; nothing if it is.
         header: Helper functions.
         stands_for: The operation, such as ``"encode+pack"``.
+        compared: What of the outputs is compared with the reference, where their parts are not determined.
+        backends: Where it runs. Matrix products and asynchronous copies are CUDA's and the simulator's alone.
+        dynamic_bytes: Of threadgroup memory that the body names with ``VQ_DYNAMIC``; CUDA and the simulator alone.
     """
 
     name: str
@@ -128,6 +137,9 @@ class Kernel:
     check: Callable[[Call], str] = attrs.field(default=lambda call: "")
     header: str = ""
     stands_for: str = ""
+    compared: Callable[..., Sequence[mx.array]] | None = None
+    backends: tuple[Backend, ...] = BACKENDS
+    dynamic_bytes: int = 0
     _launches: dict[Any, Launch] = attrs.field(init=False, factory=dict, repr=False)
     """Checked calls by shapes, dtypes and parameters: checking costs more than launching."""
 
@@ -185,6 +197,11 @@ class Kernel:
         return self._run(runner, inputs, parameters)
 
     def _run(self, runner: Any, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> tuple[mx.array, ...]:
+        if runner.backend not in self.backends:
+            raise UnsupportedShapeError(
+                f"kernel {self.name} runs on {_listed(self.backends)}, not on {runner.backend}; on any machine give "
+                f"backend='simulator'"
+            )
         key = (*((x.shape, x.dtype) if isinstance(x, mx.array) else x for x in inputs), *parameters.items())
         try:
             launch = self._launches.get(key)
@@ -273,7 +290,7 @@ class Kernel:
 
     @property
     def _names_address_space(self) -> bool:
-        return "VQ_GLOBAL(" in self.header or "VQ_GLOBAL(" in self.body
+        return "metal" in self.backends and ("VQ_GLOBAL(" in self.header or "VQ_GLOBAL(" in self.body)
 
     def dtype_of(self, dtype: str, call: Call) -> str:
         """A dtype's name, looked up where it is a parameter's."""
@@ -373,6 +390,17 @@ def _wrong_types(kernel: Kernel) -> str:
 
 def _wrong_text(kernel: Kernel) -> str:
     code = stripped(kernel.body)
+    accepted = [given for given in kernel.backends if given in BACKENDS]
+    if not accepted or len(accepted) < len(kernel.backends):
+        return f"its backends are {kernel.backends!r}: give one or more of {_listed(BACKENDS)}"
+    if "metal" in kernel.backends and (found := CUDA_ONLY.search(code + stripped(kernel.header))):
+        return f"its text names {found.group()}, which Metal has not: give backends=('cuda', 'simulator')"
+    dynamic = len(re.findall(r"\bVQ_DYNAMIC\(", code))
+    if dynamic != bool(kernel.dynamic_bytes) or kernel.dynamic_bytes % 16 or kernel.dynamic_bytes > MOST_DYNAMIC:
+        return (
+            f"its body names VQ_DYNAMIC {dynamic} times and dynamic_bytes is {kernel.dynamic_bytes}: it is named once "
+            f"where there are any, a multiple of 16 up to {MOST_DYNAMIC}"
+        )
     if not any(attribute in code for attribute in ATTRIBUTES):
         # With more than one output MLX then closes the signature after the first.
         return f"its body names no attribute of the grid, such as {ATTRIBUTES[0]}"

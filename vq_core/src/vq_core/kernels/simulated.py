@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from vq_core.kernels import simulator
-from vq_core.kernels.kernel import DTYPES, Call, Kernel, Launch
+from vq_core.kernels.kernel import DTYPES, Backend, Call, Kernel, Launch
 
 
 class Simulated:
@@ -19,6 +19,8 @@ class Simulated:
         seed: Order of lanes and threadgroups.
         contract: ``"fast"`` lets the compiler contract multiply and add, which must change nothing.
     """
+
+    backend: Backend = "simulator"
 
     def __init__(self, seed: int = 0, contract: str = "off"):
         self.seed, self.contract = seed, contract
@@ -56,6 +58,7 @@ def program(kernel: Kernel) -> Any:
             outputs={name: _plain(output.dtype) for name, output in kernel.outputs.items()},
             parameters=kernel.kinds,
             header=kernel.header,
+            dynamic_bytes=kernel.dynamic_bytes,
         )
     return _programs[kernel]
 

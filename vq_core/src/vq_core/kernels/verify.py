@@ -60,7 +60,11 @@ def verify(method: str, kernel: Kernel, backend: str, runner: Runner, limit: int
                 want = tuple(kernel.equals(*case.inputs, **case.parameters))
                 mx.eval(want)
             mx.eval(got)
-            verdict = _add(verdict, kernel, case, got, want)
+            names = tuple(kernel.outputs)
+            if kernel.compared is not None:
+                got = tuple(kernel.compared(*got))
+                names = tuple(f"what is compared of it ({i})" for i in range(len(got)))
+            verdict = _add(verdict, kernel, case, got, want, names)
     except Exception as error:  # MLX's for a failed compilation, or a stranger's cases and reference
         said = str(error) if isinstance(error, VQError) else f"{type(error).__name__}: {error}"
         return attrs.evolve(verdict, passed=False, identical=False, error=f"{case.name}: {said}".removeprefix(": "))
@@ -85,12 +89,15 @@ def build_ahead(kernels: Iterable[Kernel], contract: Contract = "off", limit: in
         build(wanted, contract=contract)
 
 
-def _add(verdict: Verdict, kernel: Kernel, case: Case, got: Sequence[mx.array], want: Sequence[mx.array]) -> Verdict:
+def _add(
+    verdict: Verdict, kernel: Kernel, case: Case, got: Sequence[mx.array], want: Sequence[mx.array],
+    names: Sequence[str],
+) -> Verdict:  # fmt: skip
     worst, said = 0.0, ""
     identical = True
-    if not len(kernel.outputs) == len(got) == len(want):
-        raise PluginError(f"its reference gives {len(want)} arrays; it has {len(kernel.outputs)} outputs")
-    for name, a, b in zip(kernel.outputs, got, want, strict=True):
+    if not len(names) == len(got) == len(want):
+        raise PluginError(f"its reference gives {len(want)} arrays; it has {len(names)} outputs")
+    for name, a, b in zip(names, got, want, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             worst, identical, said = float("inf"), False, f"{name} is {a.shape} {a.dtype}, not {b.shape} {b.dtype}"
             break

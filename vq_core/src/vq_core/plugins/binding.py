@@ -26,6 +26,7 @@ from vq_core.errors import PluginError, VQError
 from vq_core.kernels.skeleton.snippet import Snippet
 from vq_core.plugins import fused
 from vq_core.plugins.choice import SideChoice, choose
+from vq_core.plugins.device import Held, in_device_form
 from vq_core.plugins.loader import make_manager
 from vq_core.plugins.offered import offers_of
 from vq_core.plugins.records import MethodRecord
@@ -53,7 +54,8 @@ class Operation:
 class BoundSide:
     """A method bound to one side of a layer.  Shared by all caches that ask for the same; never copied.
 
-    ``backend`` is where kernels run, ``None`` where they do not, for the reason ``no_backend``.
+    ``backend`` is where kernels run, ``None`` where they do not, for the reason ``no_backend``.  ``held`` is there
+    where pages are held in a device form: ``layout`` is the form's, ``pack``, ``decode`` and ``attend`` work on it.
     """
 
     record: MethodRecord
@@ -72,6 +74,7 @@ class BoundSide:
     snippet: Snippet | None = None
     backend: str | None = None
     no_backend: str = ""
+    held: Held | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundSide:
         return self
@@ -80,6 +83,11 @@ class BoundSide:
     def constants(self) -> list[mx.array]:
         """Arrays of the prepared state, shared by all caches of the process."""
         return state_arrays(self.state)
+
+    @property
+    def canonical(self) -> Layout:
+        """The method's layout: what is saved."""
+        return self.layout if self.held is None else self.held.canonical
 
     def start(self, x: mx.array, positions: mx.array) -> dict[str, mx.array]:
         """Fields of the sequence from the first block (B, H, block, D), checked against the layout."""
@@ -135,7 +143,9 @@ _bound: dict[Any, BoundSide] = {}
 _latched: dict[tuple[str, str], str] = {}
 
 
-def bind(method: str | SideChoice, ctx: PrepareContext, fallback: str = "error", kernels: str = "auto") -> BoundSide:
+def bind(
+    method: str | SideChoice, ctx: PrepareContext, fallback: str = "error", kernels: str = "auto", device: bool = False
+) -> BoundSide:
     """Bind a method to a layer side; equal requests share one object, its constants and its probe.
 
     Args:
@@ -144,6 +154,7 @@ def bind(method: str | SideChoice, ctx: PrepareContext, fallback: str = "error",
         fallback: ``"warn"``: a method whose attention fails its probe is read by decoding, and a kernel that fails
             its own is not used, with one warning a process; ``"error"``: raise.
         kernels: Where the method's kernels run, see :class:`~vq_core.cache.policy.LayerPolicy`.
+        device: Whether pages are held in a device form, where the method offers one that serves the side there.
 
     Raises:
         SettingsError, UnsupportedShapeError: the method refuses the settings or the shape.
@@ -156,7 +167,12 @@ def bind(method: str | SideChoice, ctx: PrepareContext, fallback: str = "error",
         key = (record.distribution, record.version, choice, ctx, fallback, fused.backend_for(kernels))
         if key not in _bound:
             _bound[key] = _bind(record, choice, ctx, fallback, kernels)
-        return _bound[key]
+        if not device:
+            return _bound[key]
+        ordered = (*key, "device")
+        if ordered not in _bound:
+            _bound[ordered] = in_device_form(_bound[key], kernels, fallback)
+        return _bound[ordered]
 
 
 def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallback: str, kernels: str) -> BoundSide:

@@ -70,7 +70,7 @@ def choose(
         if offer.operation != operation or offer.run is None:
             continue
         name = offer.name
-        reason = why_not or _declined(method, offer, state)
+        reason = why_not or _elsewhere(offer, backend) or _declined(method, offer, state)
         if not reason and backend is not None:
             run = offer.run
             key = (method, name, backend)
@@ -80,6 +80,13 @@ def choose(
                 return Fused(_with_backend(run, backend), f"kernel {name} ({backend})", tuple(declined))
         declined.append(f"kernel {name}: {reason}")
     return Fused(None, "", tuple(declined))
+
+
+def _elsewhere(offer: KernelOffer, backend: str | None) -> str:
+    for kernel in offer.kernels:
+        if backend is not None and backend not in kernel.backends:
+            return f"it runs on {', '.join(kernel.backends)}, not on {backend}"
+    return ""
 
 
 def _declined(method: str, offer: KernelOffer, state: Any) -> str:

@@ -11,6 +11,7 @@ import pluggy
 from vq_core.errors import PluginError, SettingsError, VQError
 from vq_core.kernels.kernel import Kernel
 from vq_core.kernels.offers import KernelOffer
+from vq_core.plugins.device import forms_of
 from vq_core.plugins.loader import make_manager
 from vq_core.plugins.records import MethodRecord
 from vq_core.plugins.registry import list_methods, resolve
@@ -89,6 +90,8 @@ def _of(record: MethodRecord) -> list[Offered]:
     kernels: dict[Kernel, None] = {}  # each once, in the order of the offers
     for offer in offers_of(make_manager(record.plugin, record.label), record.label):
         kernels.update(dict.fromkeys(offer.kernels))
+    for form in forms_of(record):
+        kernels.update(dict.fromkeys(form.kernels))
     return [Offered(record.name, f"{record.distribution} {record.version}", kernel) for kernel in kernels]
 
 

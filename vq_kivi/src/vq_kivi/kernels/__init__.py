@@ -17,6 +17,7 @@ from vq_core.kernels import Backend, Call, Kernel, KernelOffer, Output
 from vq_kivi import method
 from vq_kivi.kernels import bodies
 from vq_kivi.kernels.cases import packing_cases, unpacking_cases
+from vq_kivi.kernels.matrix_cases import passes
 from vq_kivi.kernels.reference import (
     BITS,
     DTYPES,
@@ -226,5 +227,6 @@ OFFERS = (
     KernelOffer("encode+pack", tuple(PACK.values()), pack),
     KernelOffer("decode", tuple(UNPACK.values()), unpack),
     KernelOffer("", tuple(ROUND.values())),
+    KernelOffer("", passes()[:2]),
 )
 KERNELS = (*PACK.values(), *ROUND.values(), *UNPACK.values())

@@ -180,16 +180,9 @@ if (i < total) {
 """
 )
 
-VALUES_RANGE = (
+VALUES_GROUP = (
     """
-// x (B, H, n, D). A lane owns 32 neighbouring channels, read 16 bytes at a time where they lie so; the lanes of a group
-// find its range by shuffles.
-const uint rows = uint(x_shape[0]) * uint(x_shape[1]) * uint(x_shape[2]), D = x_shape[3];
-const uint groups = (D + size - 1u) / size, lanes = size / 32u, per = groups * lanes;
-const uint i = thread_position_in_grid.x, total = rows * per;
-const uint own = min(i, total - 1u);  // surplus lanes repeat the last one's work and write nothing
-const uint row = own / per, channel = (own - row * per) * 32u, member = own & (lanes - 1u), group = own / lanes;
-const uint first = row * D + channel;
+// 32 channels of a token, and the range of their group by shuffles among its lanes.
 VQ_LOCAL(float, v, 32);
 const uint wide = 16u / uint(sizeof(T));
 if (channel + 32u <= D && first % wide == 0u && vq_aligned<kivi_run<T>>(x)) {
@@ -219,6 +212,20 @@ for (uint o = lanes / 2u; o > 0u; o >>= 1) {
 }
 """
     + KEEP
+)
+
+VALUES_RANGE = (
+    """
+// x (B, H, n, D). A lane owns 32 neighbouring channels, read 16 bytes at a time where they lie so; the lanes of a group
+// find its range by shuffles.
+const uint rows = uint(x_shape[0]) * uint(x_shape[1]) * uint(x_shape[2]), D = x_shape[3];
+const uint groups = (D + size - 1u) / size, lanes = size / 32u, per = groups * lanes;
+const uint i = thread_position_in_grid.x, total = rows * per;
+const uint own = min(i, total - 1u);  // surplus lanes repeat the last one's work and write nothing
+const uint row = own / per, channel = (own - row * per) * 32u, member = own & (lanes - 1u), group = own / lanes;
+const uint first = row * D + channel;
+"""
+    + VALUES_GROUP
 )
 
 PACK_VALUES = (

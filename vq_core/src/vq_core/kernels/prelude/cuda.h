@@ -16,6 +16,7 @@ typedef __nv_bfloat16 bfloat;
 #define VQ_SHARED_PTR(T) T*
 #define VQ_GLOBAL(T) const T*
 #define VQ_GLOBAL_OUT(T) T*
+#define VQ_DYNAMIC(T, name) extern __shared__ __align__(16) T name[]
 #define VQ_LOCAL(T, name, n) T name[n]
 #define VQ_LOCAL_PTR(T) T*
 #define VQ_CONSTANT(T, name, n) __constant__ T name[n]
@@ -101,3 +102,29 @@ VQ_FN half2 fma(half2 a, half2 b, half2 c) { return __hfma2(a, b, c); }
 template <class U, class T> VQ_FN const U* vq_view(const T* p) { return reinterpret_cast<const U*>(p); }
 template <class U, class T> VQ_FN U* vq_view(T* p) { return reinterpret_cast<U*>(p); }
 template <class U, class T> VQ_FN bool vq_aligned(const T* p) { return reinterpret_cast<ulong>(p) % alignof(U) == 0; }
+// From sm_80 on; Metal has nothing like them.
+VQ_FN float4 vq_mma_m16n8k16(float4 c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  return c;
+}
+VQ_FN uint vq_transpose_8x8(uint pair) {
+  uint turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+VQ_FN uint vq_half_pair(float low, float high) {
+  uint pair;
+  asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+VQ_FN float vq_exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+  return y;
+}
+VQ_FN void vq_copy_async(uint4* to, const uint4* from) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(uint(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+}
+VQ_FN void vq_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> VQ_FN void vq_copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _COLLECTIVES = (
     r"threadgroup_barrier|simdgroup_barrier|simd_(?:shuffle(?:_xor|_up|_down)?|broadcast|ballot|any|all|sum|min|max|"
-    r"prefix_(?:in|ex)clusive_sum)"
+    r"prefix_(?:in|ex)clusive_sum)|vq_mma_m16n8k16|vq_transpose_8x8"
 )
 _COLLECTIVE = re.compile(rf"\b(?:{_COLLECTIVES})\b")
 _LOOP = re.compile(r"\b(for|while|do)\b")
@@ -30,8 +30,9 @@ def helpers_with_collectives(header: str) -> frozenset[str]:
     text = without_comments(header)
     bodies: dict[str, str] = {}
     for at, name in _top_level_calls(text):
-        opening = text.find("{", _close(text, text.index("(", at)))
-        if opening >= 0:
+        closing = _close(text, text.index("(", at))
+        opening = text.find("{", closing)
+        if opening >= 0 and not text[closing:opening].strip():  # else a macro in a list of arguments
             bodies[name] = bodies.get(name, "") + text[opening : _close(text, opening)]
     for macro in re.finditer(r"#[ \t]*define[ \t]+(\w+)((?:\\\n|[^\n])*)", text):
         bodies[macro[1]] = bodies.get(macro[1], "") + macro[2]

@@ -113,6 +113,18 @@ KINDS: tuple[tuple[str, str, str], ...] = (
         "{who} reads {name}[{index}], but the array has {limit} dimension(s){wrapped}",
         "Give the array the dimensions that the body expects, or read {name} below its _ndim",
     ),
+    (
+        "copy_unfinished",
+        "{who} touches threadgroup memory {name}[{index}], into which lane {other_lane} has started a copy at "
+        "{other_line} that it has not waited for",
+        "vq_copy_commit closes a group of copies and vq_copy_wait<N> lets at most the newest N groups be under way; "
+        "then a barrier, and then the copied bytes are there",
+    ),
+    (
+        "copies_many",
+        "{who} has more than {limit} copies into {name} under way",
+        "Wait for older groups with vq_copy_wait before more are started",
+    ),
 )
 _RACE = (
     "No barrier lies between the two accesses (or it is in a condition, or lacks mem_threadgroup): put "
@@ -122,7 +134,7 @@ _RACE = (
 _OPS = (
     "nothing", "simd_shuffle", "simd_shuffle_xor", "simd_shuffle_up", "simd_shuffle_down", "simd_broadcast", "simd_sum",
     "simd_min", "simd_max", "simd_prefix_inclusive_sum", "simd_prefix_exclusive_sum", "simd_ballot", "simd_any",
-    "simd_all", "simdgroup_barrier", "threadgroup_barrier", "its end",
+    "simd_all", "vq_mma_m16n8k16", "vq_transpose_8x8", "simdgroup_barrier", "threadgroup_barrier", "its end",
 )  # fmt: skip
 _RETURNED = len(_OPS) - 1
 

@@ -61,6 +61,7 @@ class Program:
         outputs: The same for outputs.
         parameters: Compile-time parameters: name -> "dtype", "int" or "bool".
         header: Helper functions, types and macros; they see no grid names and no inputs.
+        dynamic_bytes: Of threadgroup memory that ``VQ_DYNAMIC`` names.
 
     Raises:
         SimulatorError: A name that is no identifier or used twice, or a dtype that is not known.
@@ -72,6 +73,7 @@ class Program:
     outputs: Mapping[str, str] = attrs.field(converter=dict, hash=False)
     parameters: Mapping[str, Literal["dtype", "int", "bool"]] = attrs.field(converter=dict, factory=dict, hash=False)
     header: str = ""
+    dynamic_bytes: int = 0
 
     def __attrs_post_init__(self) -> None:
         names = [*self.inputs, *self.outputs, *self.parameters]

@@ -90,13 +90,17 @@ def _body(program: Program) -> str:
             '#line 1 "entry"',
             f"template <{template}>" if template else "",
             f"static void body({', '.join(arguments)}) {{",
-            f"const int vq_kernel_body = 0; (void)vq_kernel_body; {grid}",
+            f"const int vq_kernel_body = 0; (void)vq_kernel_body; {_dynamic(program)}{grid}",
             f'#line 1 "{program.name}"',
             instrument(program.body, helpers, header=False),
             '#line 1 "entry"',
             "}",
         ]
     )
+
+
+def _dynamic(program: Program) -> str:
+    return f"enum {{ vq_dynamic_bytes = {program.dynamic_bytes} }}; " if program.dynamic_bytes else ""
 
 
 def _entry(program: Program, space: str, key: tuple[object, ...], symbol: str) -> list[str]:

@@ -19,6 +19,7 @@ static void vq_start_lane(uint i, char* stacks) {
   w.line = 0;
   w.file = 0;
   w.trip = 0;
+  w.copies = w.copy_groups = 0;
   w.in_group = {i % vq_group_size.x, i / vq_group_size.x % vq_group_size.y, i / vq_group_size.x / vq_group_size.y};
   w.in_grid = {vq_group_at.x * vq_group_size.x + w.in_group.x, vq_group_at.y * vq_group_size.y + w.in_group.y,
                vq_group_at.z * vq_group_size.z + w.in_group.z};

@@ -15,6 +15,7 @@ struct vq_lane {
   const char* file;
   uint64_t trip;    // rounds of the loops around and calls of helpers on the way, mixed to one number
   uint3 in_group, in_grid;
+  uint copies, copy_groups;  // asynchronous copies under way, groups of them committed
 };
 struct vq_meeting {  // a rendezvous of one SIMD group or of the threadgroup
   uint arrived, op, fences, first;

@@ -15,6 +15,7 @@ struct vq_cell {
   uint simd_groups;
   vq_touch first, second, elsewhere;
   bool two;
+  bool pending;      // the target of an asynchronous copy that nobody has waited for
 };
 struct vq_shared_memory {
   char* data;
@@ -73,6 +74,7 @@ VQ_SLOW_PATH static void vq_touch_shared(const vq_shared_memory* m, int64_t byte
   for (; c <= last; ++c) {
     const bool fresh = c->serial != vq_serial;
     if (fresh && !write) vq_bad_shared(VQ_SHARED_UNWRITTEN, m, byte, 0, line, file);
+    if (!fresh && c->pending) vq_bad_shared(VQ_COPY_UNFINISHED, m, byte, &c->written, line, file);
     if (!fresh && !vq_ordered(c->written)) vq_bad_shared(VQ_RACE_WRITE, m, byte, &c->written, line, file);
     if (!write) {
       vq_note_reader(c, me);
@@ -82,7 +84,7 @@ VQ_SLOW_PATH static void vq_touch_shared(const vq_shared_memory* m, int64_t byte
     c->serial = vq_serial;
     c->written = me;
     c->simd_groups = 0;
-    c->two = false;
+    c->two = c->pending = false;
   }
 }
 

@@ -8,5 +8,6 @@
 #include "collectives.h"
 #include "memory.h"
 #include "shared_memory.h"
+#include "matrix.h"
 #include "control.h"
 #include "launch.h"

@@ -1,0 +1,300 @@
+"""The matrix skeleton: attention of few queries straight from packed codes on NVIDIA's tensor cores.
+
+A method brings two snippets, one a side, for a device form of its pages whose token axis counts blocks of 32 tokens.
+The result of the pass is that of the portable skeleton's: sums and maxima of each split, to be merged.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+import mlx.core as mx
+
+from vq_core.api.facts import Side
+from vq_core.errors import PluginError
+from vq_core.kernels.kernel import Call, Case, Kernel, Output
+from vq_core.kernels.skeleton import matrix_text as text
+
+BLOCK = 32
+"""Tokens of a block: two tiles of 16."""
+MOST_QUERIES = 16
+HEAD_DIMS = (64, 96, 128, 192, 256)
+NUMBERS = ("scale_bits", "causal", "splits", "exact_splits", "regular")
+FACTS = 8
+"""Numbers that ``rows`` holds of a row: packed tokens, first tokens, window tokens, left padding, hidden tokens."""
+MOST_ELEMENTS = 2**32
+INFINITE_BITS = 0x7F800000
+
+
+@attrs.frozen
+class MatrixField:
+    """A field of a side's device form as the skeleton copies it.
+
+    Attributes:
+        name: The field's.
+        dtype: As stored.
+        words: Words of 32 bits of one block of 32 tokens of one head; a multiple of 4.
+    """
+
+    name: str
+    dtype: str
+    words: int
+
+
+@attrs.frozen(eq=False)
+class MatrixSnippet:
+    """How a method's codes of one side take part in matrix products.
+
+    The text sees macros: ``UNIT`` blocks of a step; for each of its fields, ``K_NAME_AT`` (or ``V_NAME_AT``), the first
+    word of the field in a step, whose blocks follow each other ``K_NAME_WORDS`` apart.  ``step`` points to the step's
+    words in threadgroup memory, ``lane`` is the lane's number, 4 g + t.
+
+    A key snippet defines ::
+
+        float matrix_fold(uint pair)  // a power of two that query channels 8 pair + 2 t and the next are multiplied by
+        void matrix_scores(VQ_SHARED_PTR(uint) step, uint lane, VQ_LOCAL_PTR(uint) query, VQ_LOCAL_PTR(float4) c)
+
+    ``query[pair]`` are two halves of query row g, below 1 but for the fold.  It sets ``c[2 u + i]`` to the scores of
+    tokens 16 i + g and 16 i + g + 8 of block u with query rows 2 t and 2 t + 1, each times 1 / ``scale``.
+
+    A value snippet defines ::
+
+        void matrix_values(VQ_SHARED_PTR(uint) step, uint lane, VQ_LOCAL_PTR(uint) p, VQ_LOCAL_PTR(float4) acc,
+                           VQ_LOCAL_PTR(float4) extra)
+        void matrix_finish(uint lane, VQ_LOCAL_PTR(float4) acc, VQ_LOCAL_PTR(float4) extra)
+
+    ``p[4 u + 2 i + a]`` are the weights of tokens 16 i + 8 a + 2 t and the next, of block u, for query row g: the
+    fragment B of a product over 16 tokens is ``p[4 u + 2 i]``, ``p[4 u + 2 i + 1]``.  Weights are at most 2^4.
+    Tile ``acc[n]`` holds channels 16 n + g and 16 n + g + 8; ``extra[0]`` is a tile of the snippet's own, whose row 8
+    must become the sums of the weights (a row of ones in A).  ``matrix_finish`` makes ``acc`` the sums.
+
+    Attributes:
+        side: ``"keys"`` or ``"values"``.
+        name: Letters, digits and underscores; all that the text depends on.
+        head_dim: D, one of 64, 96, 128, 192, 256.
+        fields: In the order in which a step holds them.
+        text: In the dialect, for CUDA and the simulator.
+        scale: Of keys, see above.
+        page: Tokens of a page.
+    """
+
+    side: Side
+    name: str
+    head_dim: int
+    fields: tuple[MatrixField, ...]
+    text: str
+    scale: float = 1.0
+    page: int = 128
+
+    def __attrs_post_init__(self) -> None:
+        wrong = ""
+        if not re.fullmatch(r"\w+", self.name, re.ASCII):
+            wrong = "its name must be letters, digits and underscores"
+        elif self.head_dim not in HEAD_DIMS:
+            wrong = f"head size {self.head_dim}: accepted are {', '.join(map(str, HEAD_DIMS))}"
+        elif self.page % (2 * BLOCK) or any(field.words % 4 or field.words < 4 for field in self.fields):
+            wrong = f"pages of {self.page} tokens must hold pairs of blocks, and fields multiples of 4 words"
+        elif not (1e-30 < self.scale < 1e30):
+            wrong = f"scale {self.scale} is out of range"
+        if wrong:
+            raise PluginError(f"matrix snippet {self.name!r}: {wrong}")
+
+    @property
+    def prefix(self) -> str:
+        """``k`` or ``v``."""
+        return "k" if self.side == "keys" else "v"
+
+
+@attrs.frozen
+class MatrixPlan:
+    """How a pass is laid out on a processor.
+
+    Attributes:
+        unit: Blocks of 32 tokens of a warp's step, 1 or 2.
+        warps: Of a threadgroup.
+        stages: Steps of a warp that have room in threadgroup memory, one of which is worked on.
+    """
+
+    unit: int
+    warps: int
+    stages: int
+
+
+def plan(keys: MatrixSnippet, values: MatrixSnippet) -> MatrixPlan:
+    """What ran best on an H200: two blocks a step where the registers hold it."""
+    return MatrixPlan(2 if max(keys.head_dim, values.head_dim) <= 128 else 1, 4, 2)
+
+
+@attrs.frozen(eq=False)
+class MatrixText:
+    """The parts of a pass kernel's text.
+
+    Attributes:
+        header: Of the kernel.
+        shared: Threadgroup memory, at the top of the body.
+        common: Names that all parts use: ``lane``, ``warp``, ``split``, ``h``, ``b``, ``m0``, ``held``, ``M``, ``H``.
+        packed: The packed tokens, of splits from ``exact_splits`` on.
+        dynamic_bytes: Of threadgroup memory.
+        threads: Of a threadgroup.
+    """
+
+    header: str
+    shared: str
+    common: str
+    packed: str
+    dynamic_bytes: int
+    threads: int
+
+
+def matrix_text(keys: MatrixSnippet, values: MatrixSnippet, laid: MatrixPlan | None = None) -> MatrixText:
+    """The text of a pass over packed tokens.
+
+    Raises:
+        PluginError: a snippet of the wrong side, or what does not fit a processor's threadgroup memory.
+    """
+    if (keys.side, values.side) != ("keys", "values"):
+        raise PluginError(f"matrix snippets {keys.name!r} and {values.name!r} are not of keys and of values")
+    laid = laid or plan(keys, values)
+    D, V, at, defines, loads = keys.head_dim, values.head_dim, 0, [], []
+    for snippet in (keys, values):
+        k, blocks = snippet.prefix, snippet.page // BLOCK
+        loads.append(
+            f"const uint {k}_deep = next / {blocks // laid.unit}u;\n"
+            f"const uint {k}_in = next % {blocks // laid.unit}u * {laid.unit}u;"
+            f"\n      const uint {k}_page = regular != 0u ? {k}_deep * rows_all + b : "
+            f"uint({k}_table[b * uint({k}_table_shape[1]) + {k}_deep]);\n"
+            f"      const uint {k}_first = ({k}_page * H + h) * {blocks}u + {k}_in;"
+        )
+        for field in snippet.fields:
+            size, name = field.words * laid.unit, f"{k.upper()}_{field.name.upper()}"
+            defines += [f"#define {name}_AT {at}u", f"#define {name}_WORDS {field.words}u"]
+            loads.append(
+                f"matrix_copy<{size // 4}>(to + {at // 4}u, "
+                f"vq_view<uint4>({k}_{field.name}) + {k}_first * {field.words // 4}u, lane);"
+            )
+            at += size
+    bytes_ = max(laid.warps * laid.stages * at * 4, laid.warps * 8 * (V + 4) * 4)
+    constants = {
+        "PAIRS": f"{D // 8}", "TILES": f"{V // 16}", "D": f"{D}u", "V": f"{V}u", "UNIT": f"{laid.unit}",
+        "WARPS": f"{laid.warps}u", "STAGES": f"{laid.stages}u", "STEP_SIZE": f"{at // 4}u",
+        "STEP": f"{laid.unit * BLOCK}u", "KEY_SCALE": f"{keys.scale:.9e}f", "HEADROOM": f"{text.HEADROOM}f",
+        "FIRST_FIELD_shape": f"k_{keys.fields[0].name}_shape", "LOAD": "\n      ".join(loads),
+    }  # fmt: skip
+
+    def filled(part: str) -> str:
+        return re.sub(r"\b[A-Z][A-Za-z_]*\b", lambda word: constants.get(word[0], word[0]), part)
+
+    header = "\n".join([f"#define UNIT {laid.unit}u", *defines, text.HEADER, keys.text, values.text])
+    return MatrixText(
+        header, filled(text.SHARED), filled(text.COMMON), filled(text.PACKED), bytes_, laid.warps * BLOCK
+    )  # fmt: skip
+
+
+def matrix_pass(
+    keys: MatrixSnippet,
+    values: MatrixSnippet,
+    *,
+    cases: Callable[[], Iterable[Case]],
+    equals: Callable[..., Sequence[mx.array]],
+    laid: MatrixPlan | None = None,
+) -> Kernel:
+    """The kernel that attends to packed tokens alone (``exact_splits=0``).
+
+    Inputs ``q`` (B, H_q, L, D) float16 or bfloat16, not scaled; ``rows`` (B, 8) int32, see ``FACTS``; the device
+    fields of the keys, ``k_<name>``, and of the values, ``v_<name>``, (N pages, H, ...); ``k_table`` and ``v_table``
+    (B, depth) int32, the page of row b and depth d, read where ``regular`` is 0 (else it is d * B + b).  Run-time
+    numbers: ``scale_bits``, the scale times log2(e) as the bits of a float; ``causal``; ``splits``; ``exact_splits``;
+    ``regular``.
+
+    Outputs: ``sums`` (B, H, splits, R * L, D_v) and ``tops`` (B, H, splits, R * L, 2), a split's maximum (a score in
+    powers of two that no score exceeds by more than 2^4) and its weights' sum; the maximum of a split without tokens
+    is -1e30, its weights 0.
+
+    Args:
+        keys, values: The snippets.
+        cases, equals: Of the kernel; compared are the merged outputs, (B, H, R * L, D_v) float32.
+        laid: Another plan than the best.
+    """
+    parts = matrix_text(keys, values, laid)
+    fields = [(f"{s.prefix}_{field.name}", field.dtype) for s in (keys, values) for field in s.fields]
+
+    def shape(*last: int) -> Callable[[Call], tuple[int, ...]]:
+        def of(call: Call) -> tuple[int, ...]:
+            B, Hq, L, _ = call.shapes["q"]
+            H = call.shapes[fields[0][0]][1]
+            return (B, H, call.numbers["splits"], Hq // H * L, *last)
+
+        return of
+
+    def threadgroups(call: Call) -> tuple[int, int, int]:
+        B, H, splits, M = shape()(call)
+        return (splits, H * -(-M // 8), B)
+
+    return Kernel(
+        name=f"matrix_{keys.name}_{values.name}",
+        stands_for="attend",
+        body=parts.shared + parts.common + parts.packed,
+        header=parts.header,
+        inputs={"q": "Q", "rows": "int32", **dict(fields), "k_table": "int32", "v_table": "int32"},
+        outputs={"sums": Output("float32", shape(values.head_dim)), "tops": Output("float32", shape(2))},
+        parameters={"Q": ("float16", "bfloat16")},
+        numbers=NUMBERS,
+        threads=lambda call: (parts.threads, 1, 1),
+        threadgroups=threadgroups,
+        equals=equals,
+        cases=cases,
+        exact=False,
+        tolerance=4e-3,
+        check=lambda call: _wrong(call, keys, values),
+        backends=("cuda", "simulator"),
+        dynamic_bytes=parts.dynamic_bytes,
+        compared=merged,
+    )
+
+
+def merged(sums: mx.array, tops: mx.array) -> tuple[mx.array, ...]:
+    """One softmax of all splits: (B, H, M, D_v) float32."""
+    share = mx.exp((tops[..., 0] - tops[..., 0].max(axis=2, keepdims=True)) * math.log(2))
+    return ((sums * share[..., None]).sum(axis=2) / (tops[..., 1] * share).sum(axis=2)[..., None],)
+
+
+def scale_bits(scale: float) -> int:
+    """The run-time number that says how scores are scaled."""
+    return int(struct.unpack("<I", struct.pack("<f", scale * math.log2(math.e)))[0])
+
+
+def _wrong(call: Call, keys: MatrixSnippet, values: MatrixSnippet) -> str:
+    """Why the skeleton cannot do a call; nothing if it can."""
+    q, rows, numbers = call.shapes["q"], call.shapes["rows"], call.numbers
+    if len(q) != 4 or q[3] != keys.head_dim or min(q) < 1:
+        return f"q {q} must be (B, H_q, L, {keys.head_dim})"
+    if q[2] > MOST_QUERIES:
+        return f"{q[2]} queries a row: at most {MOST_QUERIES} are accepted"
+    if rows != (q[0], FACTS):
+        return f"rows {rows} must be {(q[0], FACTS)}"
+    if not 0 < numbers["scale_bits"] < INFINITE_BITS:
+        return "the scale must be above 0 and finite"
+    heads = None
+    for snippet in (keys, values):
+        k, pages = snippet.prefix, None
+        for field in snippet.fields:
+            size = 4 * field.words // (2 if field.dtype in ("float16", "bfloat16", "uint16") else 4)
+            shape = call.shapes[f"{k}_{field.name}"]
+            wanted = (pages or shape[0], heads or shape[1], snippet.page // BLOCK, size)
+            if shape != wanted:
+                return f"{k}_{field.name} {shape} must be {wanted}"
+            pages, heads = shape[0], shape[1]
+            if math.prod(shape) >= MOST_ELEMENTS:
+                return f"{k}_{field.name} {shape} has {MOST_ELEMENTS} elements or more"
+        table = call.shapes[f"{k}_table"]
+        if len(table) != 2 or table[0] != q[0]:
+            return f"{k}_table {table} must be ({q[0]}, depth)"
+    if q[1] % (heads or 1):
+        return f"{q[1]} query heads are no multiple of the {heads} KV heads"
+    if not numbers["exact_splits"] < numbers["splits"]:
+        return f"{numbers['splits']} splits with {numbers['exact_splits']} exact ones: at least one more is needed"
+    return ""
