@@ -8,9 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vq_core.api.facts import PrepareContext, Rope
+from vq_core.api.facts import Rope
 from vq_core.attention import view as views
-from vq_core.attention.choice import require
 from vq_core.attention.masks import causal_mask
 from vq_core.attention.packed import attend
 from vq_core.attention.view import CacheView
@@ -19,10 +18,9 @@ from vq_core.cache.policy import Attention, Fallback, Kernels, LayerPolicy
 from vq_core.cache.report import LayerReport, describe
 from vq_core.cache.rows import joined
 from vq_core.cache.shapes import DTYPES, check_pair, shape_of
+from vq_core.cache.sides import bind_sides
 from vq_core.cache.tagged import ReadCount, Strictness, tag
 from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
-from vq_core.plugins.binding import BoundSide, bind
-from vq_core.plugins.device import together
 from vq_core.plugins.registry import resolve
 
 
@@ -126,20 +124,9 @@ class PackedKVCache:
         name = str(dtype).removeprefix("mlx.core.")
         if name not in DTYPES:
             raise UnsupportedShapeError(f"keys and values of {name}: accepted are {', '.join(DTYPES)}")
-        sides: list[BoundSide] = []
-        ordered: list[BoundSide] = []
-        for side, choice in (("keys", self.policy.keys), ("values", self.policy.values)):
-            facts = resolve(choice.label).facts
-            ctx = PrepareContext(
-                side=side, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, dtype=name,  # type: ignore[arg-type]
-                layer=self.layer if facts and facts.per_layer else None, rope=self._rope, model=self._model,
-            )  # fmt: skip
-            given = (choice, ctx, self.policy.fallback, self.policy.kernels)
-            sides.append(bind(*given))
-            ordered.append(bind(*given, device=True) if self.device_form else sides[-1])
-        sides = together(ordered, sides)
-        if self.policy.attention == "kernel":
-            require(*sides)
+        shape = {"kv_heads": kv_heads, "key_dim": key_dim, "value_dim": value_dim, "dtype": name}
+        shape |= {"rope": self._rope, "model": self._model}
+        sides = bind_sides(self.policy, shape, self.layer, self.device_form)
         residual = self.policy.residual if self._flushes else EVERYTHING
         return History(sides[0], sides[1], residual, self.policy.sink_tokens, rows, self.sliding)
 
