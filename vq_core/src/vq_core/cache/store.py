@@ -297,22 +297,13 @@ class PageStore:
     # ---- reading
 
     def view(self, tokens: Sequence[int] | None = None) -> Pages:
-        """The pages of the first ``tokens[b]`` tokens of each row (all by default).
-
-        Only where they lie is kept until the next write: a kept tile would be held, and counted by nobody.
-        """
+        """The pages of the first ``tokens[b]`` tokens of each row (all by default); kept until the next write."""
         tokens = tuple(self.tokens if tokens is None else tokens)
         if tokens not in self._views:
-            self._views[tokens] = self._places(tokens)
-        places = self._views[tokens]
-        count, row = places.count, places.row
-        tile = {n: a if a.shape[0] == count else a[:count] for n, a in self.paged.items()}
-        for name, array in self.sequence.items():
-            tile[name] = array if row is None else mx.take(array, row, axis=0)
-        return Pages(tile, count, places.depth, row, places.table, places.held, places.place)
+            self._views[tokens] = self._read(tokens)
+        return self._views[tokens]
 
-    def _places(self, tokens: tuple[int, ...]) -> Pages:
-        """A reading without its tile."""
+    def _read(self, tokens: tuple[int, ...]) -> Pages:
         pages = [-(-n // self.layout.page) for n in tokens]
         depth, rows = max(pages), self.rows
         regular = all(owned[: pages[b]] == list(range(b, b + depth * rows, rows)) for b, owned in enumerate(self.owned))
@@ -333,4 +324,5 @@ class PageStore:
                     "held": mx.array([[d < n for d in range(depth)] for n in pages]),
                     "place": mx.array(place, mx.int32),
                 }
-        return Pages({}, count, depth, row, **extra)
+        # Copies: a later write exchanges arrays in the store's own dictionaries.
+        return Pages(None, count, depth, row, paged=dict(self.paged), sequence=dict(self.sequence), **extra)
