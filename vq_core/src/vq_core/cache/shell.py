@@ -149,18 +149,25 @@ class PackedKVCache:
         Raises:
             UnsupportedShapeError: shapes or dtypes that do not fit each other or the cache; nothing has changed.
         """
+        # All on a history apart and one assignment: what fails or is interrupted has not happened.
+        made = None if self._history is None else self._history.step(keys, values)
+        if made is None:
+            draft = self._draft(keys, values)
+            made = draft, draft.update(keys, values)
+        known = self._strict_lengths is None or keys.shape[2] in self._strict_lengths
+        tags = tag(made[1], self.policy.attention, self.reads, known and self._strict)
+        self._history = made[0]
+        self.reads.updates += 1
+        return tags
+
+    def _draft(self, keys: mx.array, values: mx.array) -> History:
+        """A history to append checked tokens to."""
         self._check(keys, values)
         history = self._history
         if history is None or (self.empty() and self._shape() != shape_of(keys, values)):
             # Not bound yet, or bound ahead of the first token to what the layer has turned out not to be.
             history = self._bind(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.shape[0])
-        # All on a draft and one assignment: what fails or is interrupted has not happened.
-        draft = history.draft()
-        known = self._strict_lengths is None or keys.shape[2] in self._strict_lengths
-        tags = tag(draft.update(keys, values), self.policy.attention, self.reads, known and self._strict)
-        self._history = draft
-        self.reads.updates += 1
-        return tags
+        return history.draft()
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
         check_pair(keys, values)
@@ -243,7 +250,8 @@ class PackedKVCache:
     @property
     def offset(self) -> int:
         """Tokens of the longest row; the rotary position of the next token of an even batch."""
-        return 0 if self._history is None else max(self._history.lengths)
+        history = self._history
+        return 0 if history is None else history.longest
 
     def size(self) -> int:
         """Tokens that the next token can attend to."""
