@@ -8,6 +8,7 @@ tag go to what was there before.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -103,9 +104,12 @@ class Lease:
         global _leases
         with _lock:
             _leases += 1
+        # Not ``__del__``: that would run, and fail, while the interpreter takes this module apart.
+        weakref.finalize(self, _returned).atexit = False
 
-    def __del__(self) -> None:
-        global _leases
-        with _lock:
-            _leases -= 1
-            _remove_unused()
+
+def _returned() -> None:
+    global _leases
+    with _lock:
+        _leases -= 1
+        _remove_unused()
