@@ -24,7 +24,6 @@ from vq_core.cache import tagged
 from vq_core.cache.policy import LayerPolicy
 from vq_core.cache.shell import PackedKVCache
 
-
 PARTS = ("update", "read", "release", "offset")
 
 
@@ -32,7 +31,10 @@ class Cache(Protocol):
     """What is measured: mlx-lm's plain cache, or ours."""
 
     state: Any
-    offset: Any
+
+    @property
+    def offset(self) -> Any:
+        """Tokens so far."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append and return all."""
@@ -54,13 +56,15 @@ class Micros:
     """Microseconds of one part of a step, a layer."""
 
     median: float
+    mean: float
     least: float
     most: float
 
     @classmethod
     def of(cls, seconds: list[float]) -> Micros:
         """From a sample each step."""
-        return cls(*(round(1e6 * t, 2) for t in (statistics.median(seconds), min(seconds), max(seconds))))
+        found = (statistics.median(seconds), statistics.fmean(seconds), min(seconds), max(seconds))
+        return cls(*(round(1e6 * t, 2) for t in found))
 
 
 def host_parts(
@@ -149,10 +153,10 @@ def _tokens(layer: Shape, count: int) -> tuple[mx.array, mx.array]:
 
 @contextmanager
 def _without_attention() -> Iterator[None]:
-    attend: Any = tagged.attend
-    tagged.attend = lambda view, queries, **rest: queries
+    module: Any = tagged
+    attend = module.attend
+    module.attend = lambda view, queries, **rest: queries
     try:
         yield
     finally:
-        tagged.attend = attend
-
+        module.attend = attend

@@ -115,7 +115,8 @@ class History:
         new = History.__new__(History)
         new.__dict__.update(self.__dict__)
         new.window, new._queries = grown, length
-        bound, hidden, columns = self.bound, (), steady.columns + first
+        bound, columns = self.bound, steady.columns + first
+        hidden: tuple[int, ...] = ()
         if self.sliding is not None:
             held = new.held
             shown = new._shown(new.lengths, length)

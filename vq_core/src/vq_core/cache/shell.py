@@ -323,6 +323,8 @@ class PackedKVCache:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The causal mask of N new tokens, as mlx-lm's caches make it."""
+        if N == 1 and window_size is None:
+            return None
         return causal_mask(N, self.offset, self.sliding, window_size, return_array)
 
     @property

@@ -142,7 +142,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", 
     setattr(StrictTag, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-_TAGS = (StrictTag, TaggedArray)
+_TAGS: tuple[type, ...] = (StrictTag, TaggedArray)
 
 
 def tag(view: CacheView, attention: str, reads: ReadCount, strict: bool | Strictness) -> tuple[Any, Any]:
@@ -169,9 +169,8 @@ def reading_of(keys: Any, values: Any) -> Reading | None:
     reading: Reading = keys.vq_reading
     if values.vq_reading is not reading or keys.vq_side != "keys":
         return None
-    if values.vq_side == "values":
-        return reading
-    if keys is not values:
-        return None
-    reading.reads.latent += 1
-    return attrs.evolve(reading, view=views.latent(reading.view))
+    if keys is values:
+        reading.reads.latent += 1
+        latent: Reading = attrs.evolve(reading, view=views.latent(reading.view))
+        return latent
+    return reading if values.vq_side == "values" else None
