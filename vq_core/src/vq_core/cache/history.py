@@ -110,24 +110,26 @@ class History:
         first = window.counts[0] + length
         if first > steady.most:
             return None
-        grown = window.grown(keys, values, length)
-        assert grown.keys is not None and grown.values is not None
         new = History.__new__(History)
         new.__dict__.update(self.__dict__)
-        new.window, new._queries = grown, length
-        bound, columns = self.bound, steady.columns + first
+        new.window, new._queries = window.grown(keys, values, length), length
+        return new, new._reading(steady, length)
+
+    def _reading(self, steady: Steady, queries: int) -> CacheView:
+        """The view of all tokens; of a sliding window those that the newest ``queries`` attend to together."""
+        window, bound = self.window, self.bound
+        assert window.keys is not None and window.values is not None
+        columns = steady.columns + window.counts[0]
         hidden: tuple[int, ...] = ()
         if self.sliding is not None:
-            held = new.held
-            shown = new._shown(new.lengths, length)
-            hidden = tuple([n - m for n, m in zip(held, shown, strict=True)])
+            shown = self._shown(self.lengths, queries)
+            hidden = tuple([n - m for n, m in zip(self.held, shown, strict=True)])
             columns = max(shown)
-        view = CacheView(
-            SideView(bound["keys"], steady.keys, grown.keys, grown.sink_keys),
-            SideView(bound["values"], steady.values, grown.values, grown.sink_values),
-            steady.sinks, steady.packed, tuple(grown.counts), steady.dropped, hidden, columns, steady.even,
+        return CacheView(
+            SideView(bound["keys"], steady.keys, window.keys, window.sink_keys),
+            SideView(bound["values"], steady.values, window.values, window.sink_values),
+            steady.sinks, steady.packed, tuple(window.counts), steady.dropped, hidden, columns, steady.even,
         )  # fmt: skip
-        return new, view
 
     def _settled(self, keys: mx.array, values: mx.array, view: CacheView) -> Steady | None:
         """What the next update of this shape finds; ``None`` where it has to look at everything."""
@@ -250,8 +252,10 @@ class History:
         if first and bound.layout.sequence:
             block = bound.layout.block
             store.start(rows, bound.start(x[:, :, :block], positions[:, :block]))
-        pick = mx.array(rows, mx.int32)
-        sequence = {name: mx.take(a, pick, axis=0) for name, a in store.sequence.items()}
+        sequence = store.sequence
+        if sequence and len(rows) < self.rows:
+            pick = mx.array(rows, mx.int32)
+            sequence = {name: mx.take(a, pick, axis=0) for name, a in sequence.items()}
         store.append(rows, bound.pack(x, positions, sequence), x.shape[2])
 
     # ---- shrinking
@@ -345,8 +349,7 @@ class History:
 
     def copy(self) -> History:
         """A history that shares the arrays: none is ever changed in place."""
-        new = self._empty(self.rows)
-        new.window = self.window.copy()
+        new = self.draft()
         new.stores = {side: store.copy() for side, store in self.stores.items()}
         return new
 
@@ -358,6 +361,8 @@ class History:
     def view(self, shown: Sequence[int] | None = None) -> CacheView:
         """All tokens as they are stored; of a sliding window those that the newest token attends to, or ``shown``."""
         assert self.window.keys is not None and self.window.values is not None
+        if shown is None and self._steady is not None:
+            return self._reading(self._steady, 1)
         shown = self._shown(self.lengths) if shown is None else shown
         return self._view(self.packed, self.window.counts, self.window.keys, self.window.values, shown)
 
@@ -367,6 +372,8 @@ class History:
         Raises:
             CacheStateError: some of it has left the sliding window for good.
         """
+        if self.sliding is None:
+            return self.view()
         shown = self._shown(self.lengths, self._queries)
         if any(n > held for n, held in zip(shown, self.held, strict=True)):
             raise CacheStateError(

@@ -38,6 +38,8 @@ def _leading(array: mx.array, n: int, copy: bool = False) -> mx.array:
 
 
 def _along(array: mx.array, axis: int, begin: int, end: int) -> mx.array:
+    if (begin, end) == (0, array.shape[axis]):
+        return array
     return array[(slice(None),) * axis + (slice(begin, end),)]
 
 
@@ -68,9 +70,10 @@ class PageStore:
 
     def copy(self) -> PageStore:
         """A store of its own that shares the arrays: no array is ever changed in place."""
-        new = PageStore(self.layout, self.heads, self.rows)
+        new = PageStore.__new__(PageStore)
+        new.layout, new.heads, new.capacity, new._views = self.layout, self.heads, self.capacity, {}
         new.tokens, new.gone, new.owned = list(self.tokens), list(self.gone), [list(o) for o in self.owned]
-        new.paged, new.sequence, new.capacity = dict(self.paged), dict(self.sequence), self.capacity
+        new.paged, new.sequence = dict(self.paged), dict(self.sequence)
         return new
 
     @property
@@ -160,7 +163,7 @@ class PageStore:
             piece = _along(data[field.name], axis, 0, end - begin)
             for a, b in runs:
                 place = (slice(ids[a], ids[b - 1] + 1), *(slice(None),) * (axis - 1), slice(begin, end))
-                new[place] = piece[a:b]
+                new[place] = piece if together else piece[a:b]
             self.paged[field.name] = new
 
     def _extend(

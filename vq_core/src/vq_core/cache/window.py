@@ -99,8 +99,9 @@ class Window:
 
     def copy(self) -> Window:
         """A window that shares the arrays: none is changed in place."""
-        new = Window(len(self.counts))
-        new.__dict__.update({k: list(v) if isinstance(v, list) else v for k, v in self.__dict__.items()})
+        new = Window.__new__(Window)
+        new.__dict__.update(self.__dict__)
+        new.counts, new.approximate, new.sinks = list(self.counts), list(self.approximate), list(self.sinks)
         return new
 
     def select(self, rows: Sequence[int]) -> Window:
