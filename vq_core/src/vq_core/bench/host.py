@@ -23,6 +23,7 @@ from vq_core.bench.clock import orders
 from vq_core.cache import tagged
 from vq_core.cache.policy import LayerPolicy
 from vq_core.cache.shell import PackedKVCache
+from vq_core.errors import SettingsError
 
 PARTS = ("update", "read", "release", "offset")
 
@@ -70,6 +71,7 @@ class Micros:
 def host_parts(
     plain: Callable[[], Cache], hook: Any, *, tokens: int = 4096, residual: int = 128, method: str = "kivi:bits=4",
     shape: Shape | None = None, layers: int = 8, steps: int = 200, warm: int = 20, strict: Any = True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, Micros]]:  # fmt: skip
     """Time the parts of a step: of a plain cache, of ours, and of ours with attention left out.
 
@@ -84,11 +86,17 @@ def host_parts(
         steps: Steps measured; those that pack are among them.
         warm: Steps before.
         strict: As for :meth:`~vq_core.cache.shell.PackedKVCache.from_policy`.
+        clock: For tests.
 
     Returns:
         For each arm its parts: ``update``; ``read``, building the attention's node or nodes; ``release``; ``offset``,
         asked twice; ``all``. Of ``"vq, no attention"`` the function that attends returns the queries at once.
+
+    Raises:
+        SettingsError: no step, no layer or no token to measure with.
     """
+    if min(tokens, layers, steps) < 1 or warm < 0:
+        raise SettingsError(f"tokens={tokens}, layers={layers}, steps={steps}, warm={warm}: 1 or more, warm 0 or more")
     layer = shape or Shape()
     policy = LayerPolicy.make(method=method, residual=residual)
 
@@ -111,7 +119,7 @@ def host_parts(
             for name in (names[arm] for arm in turns[number % len(turns)]):
                 new, q = _tokens(layer, 1)
                 with _without_attention() if name.endswith("no attention") else nullcontext():
-                    found = _step(caches[name], new, q, layer.dim**-0.5)
+                    found = _step(caches[name], new, q, layer.dim**-0.5, clock)
                 mx.eval([cache.state for cache in caches[name]])
                 if number >= 0:
                     for part, seconds in zip(PARTS, found, strict=True):
@@ -124,9 +132,9 @@ def host_parts(
     return {name: {part: Micros.of(seconds) for part, seconds in parts.items()} for name, parts in took.items()}
 
 
-def _step(caches: list[Cache], new: mx.array, q: mx.array, scale: float) -> list[float]:
+def _step(caches: list[Cache], new: mx.array, q: mx.array, scale: float, clock: Callable[[], float]) -> list[float]:
     """Seconds of each part, all layers together; the results are dropped, not evaluated."""
-    clock, spent, results = time.perf_counter, [0.0] * len(PARTS), []
+    spent, results = [0.0] * len(PARTS), []
     for cache in caches:
         t0 = clock()
         keys, values = cache.update_and_fetch(new, new)

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import mlx.core as mx
 import mlx_lm.models.base as stock
 import mlx_lm.models.cache as native
 
 from vq_core.bench.clock import POOL, compare, environment
+from vq_core.bench.host import host_parts
 from vq_core.cache.policy import LayerPolicy
 from vq_core.cache.shell import PackedKVCache
 from vq_core.hosts.mlx_lm import hook
@@ -118,6 +120,10 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=1, help="calls queued before one evaluation")
     options = parser.parse_args()
     record: dict[str, Any] = {"environment": environment(), "attention": [], "host_cost": host_cost()}
+    parts = host_parts(native.KVCache, hook, strict=hook.WhileInstalled())
+    record["host_parts"] = {arm: {p: attrs.asdict(m) for p, m in found.items()} for arm, found in parts.items()}
+    for arm, found in parts.items():
+        print(f"host, a layer, {arm:16}", ", ".join(f"{part} {m.median:.1f} us" for part, m in found.items()))
     for name, row in record["host_cost"].items():
         print(f"host {name:20} {row['median_us']:8.1f} us, over plain {row['over_plain_us']:.1f}")
     for tokens in options.tokens:
