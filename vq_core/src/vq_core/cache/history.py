@@ -252,7 +252,7 @@ class History:
         if first and bound.layout.sequence:
             block = bound.layout.block
             store.start(rows, bound.start(x[:, :, :block], positions[:, :block]))
-        sequence = store.sequence
+        sequence = dict(store.sequence)
         if sequence and len(rows) < self.rows:
             pick = mx.array(rows, mx.int32)
             sequence = {name: mx.take(a, pick, axis=0) for name, a in sequence.items()}
