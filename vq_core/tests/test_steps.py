@@ -62,9 +62,19 @@ def fetched(cache: PackedKVCache) -> Any:
     return told(reading.view)
 
 
-@pytest.mark.parametrize(
-    "kind", ("one row", "even rows", "uneven rows", "sinks", "all exact", "nothing exact", "sliding", "uneven sliding")
-)
+KINDS: dict[str, dict[str, int]] = {
+    "one row": {},
+    "even rows": {},
+    "uneven rows": {},
+    "sinks": {"sink_tokens": 3},
+    "all exact": {"residual": 4096},
+    "nothing exact": {"residual": 0},
+    "sliding": {"sliding": 45},
+    "uneven sliding": {"sliding": 45},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", (1, 3))
 def test_the_short_way_is_the_long_way(
     echo: Make, normal: Any, snapshot: Any, monkeypatch: Any, kind: str, length: int
@@ -72,18 +82,13 @@ def test_the_short_way_is_the_long_way(
     """Bytes, counts and readings after each of 60 updates, with trims, copies and states in between."""
     rows = 1 if kind in ("one row", "sinks", "sliding") else 3
     uneven = kind.startswith("uneven")
-    more = {"sinks": {"sink_tokens": 3}, "all exact": {"residual": 4096}, "nothing exact": {"residual": 0}}.get(
-        kind, {}
-    )
-    if "sliding" in kind:
-        more = {"sliding": 45}
     start = [normal(1 if uneven else rows, 2, n, 4) for n in ((40, 61, 3) if rows == 3 else (50,))]
     data = [normal(rows, 2, length, 4) for _ in range(60)]
 
     def run() -> tuple[list[Any], list[Any]]:
         caches = []
         for x in start if uneven else start[:1]:
-            caches.append(echo(block=8, page=32, **more))
+            caches.append(echo(block=8, page=32, **KINDS[kind]))
             caches[-1].update_and_fetch(x, -x)
         cache = PackedKVCache.join(caches) if len(caches) > 1 else caches[0]
         found, kept = [], []
