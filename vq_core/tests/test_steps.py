@@ -233,3 +233,19 @@ def test_what_is_not_like_the_last_step_is_checked(echo: Make, normal: Any, snap
         assert snapshot(cache) == before
     steps_of(cache, [x, normal(2, 2, 3, 4), x])
     assert cache.offset == 57
+
+
+def test_a_step_that_fails_has_not_happened(echo: Make, normal: Any, snapshot: Any, monkeypatch: Any) -> None:
+    """Even where all but the tags is made; what somebody holds of the state before stays as it is anyway."""
+    cache = echo(block=8, page=32)
+    cache.update_and_fetch(*[normal(2, 2, 50, 4)] * 2)
+    x = normal(2, 2, 1, 4)
+    steps_of(cache, [x])
+    before, history, updates = snapshot(cache), cache._history, cache.reads.updates
+    with monkeypatch.context() as patch:
+        patch.setattr("vq_core.cache.shell.tag", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.update_and_fetch(x, x)
+    assert snapshot(cache) == before and cache._history is history and cache.reads.updates == updates
+    steps_of(cache, [x])
+    assert history is not None and history.longest == 51 and cache.offset == 52
