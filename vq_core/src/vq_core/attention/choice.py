@@ -126,7 +126,7 @@ def _failed(kernels: Any) -> str:
 def field_dtypes(side: SideView) -> Dtypes:
     """Dtypes of the fields as stored, where a layout lets them widen; else nothing, for they are the layout's."""
     layout = side.bound.layout
-    return tuple(side.pages.tile[f.name].dtype for f in layout.fields) if layout.widens and side.pages.tile else ()
+    return tuple(side.pages.stored(f.name).dtype for f in layout.fields) if layout.widens and side.pages.count else ()
 
 
 def _fit(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes, value_fields: Dtypes) -> Fit:
@@ -269,8 +269,8 @@ def _pages(side: SideView, x: mx.array) -> Any:
         a, axis = tile[field.name], 2 + (field.axis or 0)
         split = a.reshape(*a.shape[:axis], depth, field.shape[field.axis or 0], *a.shape[axis + 1 :])
         paged = mx.moveaxis(split, axis, 0).reshape(depth, a.shape[1], *field.shape)
-        held = side.pages.tile.get(field.name)
-        tile[field.name] = mx.contiguous(paged if held is None else paged.astype(held.dtype))
+        held = side.pages.stored(field.name).dtype if side.pages.count else paged.dtype
+        tile[field.name] = mx.contiguous(paged.astype(held))
     return Pages(tile | dict(sequence), depth, depth, None)
 
 

@@ -72,8 +72,7 @@ def attend_matrix(
     (exact_k, key_sinks), (exact_v, value_sinks) = exact_arrays(view.keys), exact_arrays(view.values)
     sums, tops = kernels.run(
         queries, facts_of(view), exact_k, exact_v, key_sinks, value_sinks, table_of(view.keys), table_of(view.values),
-        *(view.keys.pages.tile[name] for name in kernels.fields[0]),
-        *(view.values.pages.tile[name] for name in kernels.fields[1]),
+        *map(view.keys.pages.stored, kernels.fields[0]), *map(view.values.pages.stored, kernels.fields[1]),
         backend=backend, scale_bits=_bits(scale * math.log2(math.e)), length=view.length, causal=int(causal and L > 1),
         regular=_regular(view), splits=splits, exact_splits=exact_splits,
     )  # fmt: skip
@@ -134,9 +133,9 @@ def exact_arrays(side: SideView) -> tuple[mx.array, mx.array]:
 
 
 def field_arrays(side: SideView, known: Side) -> list[mx.array]:
-    """What a snippet's texts see."""
+    """What a snippet's texts see: fields as stored, with more pages perhaps than are read, and constants."""
     constants = known.snippet.constants
-    return [constants[p.name] if p.name in constants else side.pages.tile[p.name] for p in known.pointers]
+    return [constants[p.name] if p.name in constants else side.pages.stored(p.name) for p in known.pointers]
 
 
 def rows_at_once(kernels: Pair, total: int) -> int:

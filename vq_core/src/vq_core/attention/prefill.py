@@ -7,7 +7,6 @@ that passes a bound, or MLX has no fused attention for the shape, the history is
 
 from __future__ import annotations
 
-import attrs
 import mlx.core as mx
 
 from vq_core.attention.choice import Fit
@@ -68,12 +67,11 @@ def attend_scratch(
 
 
 def _dense(view: CacheView, side: SideView, kernel: Kernel, known: Side, found: Fit, after: mx.array) -> mx.array:
-    tile = side.pages.tile
-    waiting = dict(zip(tile, mx.depends(list(tile.values()), [after]), strict=True)) if tile else tile
-    side = attrs.evolve(side, pages=attrs.evolve(side.pages, tile=waiting))
+    fields = field_arrays(side, known)
+    fields = mx.depends(fields, [after]) if fields else fields
     exact, first = exact_arrays(side)
     y: mx.array = kernel(
-        facts_of(view), exact, first, table_of(side), *field_arrays(side, known), backend=found.backend,
+        facts_of(view), exact, first, table_of(side), *fields, backend=found.backend,
         length=view.length, regular=int(side.pages.table is None), depth=side.pages.depth,
         before=view.length - min(view.lengths),
     )[0]  # fmt: skip

@@ -148,19 +148,26 @@ class PackedKVCache:
         Raises:
             UnsupportedShapeError: shapes or dtypes that do not fit each other or the cache; nothing has changed.
         """
+        # All on a history apart and one assignment: what fails or is interrupted has not happened.
+        made = None if self._history is None else self._history.step(keys, values)
+        if made is None:
+            draft = self._draft(keys, values)
+            made = draft, draft.update(keys, values)
+        known = self._strict_lengths is None or keys.shape[2] in self._strict_lengths
+        policy = self.policy
+        tags = tag(made[1], policy.attention, self.reads, known and self._strict, policy.fallback)
+        self._history = made[0]
+        self.reads.updates += 1
+        return tags
+
+    def _draft(self, keys: mx.array, values: mx.array) -> History:
+        """A history to append checked tokens to."""
         self._check(keys, values)
         history = self._history
         if history is None or (self.empty() and self._shape() != shape_of(keys, values)):
             # Not bound yet, or bound ahead of the first token to what the layer has turned out not to be.
             history = self._bind(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.shape[0])
-        # All on a draft and one assignment: what fails or is interrupted has not happened.
-        draft = history.draft()
-        known = self._strict_lengths is None or keys.shape[2] in self._strict_lengths
-        policy = self.policy
-        tags = tag(draft.update(keys, values), policy.attention, self.reads, known and self._strict, policy.fallback)
-        self._history = draft
-        self.reads.updates += 1
-        return tags
+        return history.draft()
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
         check_pair(keys, values)
@@ -245,7 +252,8 @@ class PackedKVCache:
     @property
     def offset(self) -> int:
         """Tokens of the longest row; the rotary position of the next token of an even batch."""
-        return 0 if self._history is None else max(self._history.lengths)
+        history = self._history
+        return 0 if history is None else history.longest
 
     def size(self) -> int:
         """Tokens that the next token can attend to."""
@@ -317,6 +325,8 @@ class PackedKVCache:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The causal mask of N new tokens, as mlx-lm's caches make it."""
+        if N == 1 and window_size is None:
+            return None
         return causal_mask(N, self.offset, self.sliding, window_size, return_array)
 
     @property
