@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import attrs
 import mlx.core as mx
 
 from vq_core.attention.choice import name_of
 from vq_core.attention.masks import LOWEST, Mask
 from vq_core.attention.view import CacheView, SideView
-from vq_core.kernels.kernel import TINY
+from vq_core.kernels import backends
+from vq_core.kernels.kernel import TINY, Kernel, Prepared
 from vq_core.kernels.skeleton.combine import MOST_SPLITS
-from vq_core.kernels.skeleton.kernels import FACTS, MERGE, Pair
+from vq_core.kernels.skeleton.kernels import FACTS, Pair
 from vq_core.kernels.skeleton.matrix_kernels import COLUMNS, MatrixPair
 from vq_core.kernels.skeleton.portable import EXACT_UNIT, Side
 from vq_core.kernels.skeleton.summing import GROUPS
@@ -25,58 +28,121 @@ its multiprocessors, so that none waits for another."""
 MOST_EXACT_SPLITS = 32
 
 
-def attend_fused(
+@attrs.define(eq=False)
+class Step:
+    """Attention of queries of one shape on caches of one state: two launches, checked and laid out.
+
+    Attributes:
+        run, merge: The launches.
+        facts: What the kernels know of each row.
+        masked: Whether the pass takes a mask.
+        fields: For each side what the pass reads of it: a field's name, or a constant.
+        queries: Into what the pass takes; ``None``: as they are.
+        prepare: The snippet's.
+        finish: The snippet's.
+    """
+
+    run: Prepared
+    merge: Prepared
+    facts: mx.array
+    masked: bool
+    fields: tuple[list[str | mx.array], list[str | mx.array]]
+    queries: mx.Dtype | None = None
+    prepare: Callable[[mx.array], mx.array] | None = None
+    finish: Callable[[mx.array], mx.array] | None = None
+
+    def __call__(
+        self, view: CacheView, queries: mx.array, sinks: mx.array | None, mask: mx.array | None = None
+    ) -> mx.array:
+        """(B, H_q, L, D_v) in the queries' dtype.
+
+        Args:
+            view: The reading.
+            queries: (B, H_q, L, D).
+            sinks: The model's logits, (H_q,).
+            mask: To be added, (B or 1, H_q or 1, L or 1, T) float32.
+        """
+        found = self.run(self.inputs(view, queries, mask))
+        logits = NO_LOGITS if sinks is None else sinks if sinks.dtype == mx.float32 else sinks.astype(mx.float32)
+        outs = self.merge((*found, logits))
+        if self.finish is None:
+            return outs[0]
+        return (outs[0] + self.finish(outs[1])).astype(queries.dtype)
+
+    def inputs(self, view: CacheView, queries: mx.array, mask: mx.array | None) -> list[mx.array]:
+        """Of the pass."""
+        keys, values = view.keys, view.values
+        (exact_k, first_k), (exact_v, first_v) = exact_arrays(keys), exact_arrays(values)
+        given = [queries if self.queries is None else queries.astype(self.queries)]
+        if self.prepare is not None:
+            given.append(self.prepare(queries.astype(mx.float32)))
+        given.append(self.facts)
+        if self.masked:
+            given.append(NOTHING if mask is None else mask)
+        given += (exact_k, exact_v, first_k, first_v, table_of(keys), table_of(values))
+        for side, names in zip((keys, values), self.fields, strict=True):
+            stored = side.pages.stored
+            given += [stored(name) if isinstance(name, str) else name for name in names]
+        return given
+
+
+def kernel_step(
     view: CacheView, kernels: Pair, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None, backend: Any
-) -> mx.array:
-    """Attention of up to 16 queries (B, H_q, L, D): (B, H_q, L, D_v) in their dtype."""
+) -> Step:
+    """Up to 16 queries (B, H_q, L, D) by the portable skeleton."""
     B, heads, L, _ = queries.shape
     total = heads // view.heads * L
     rows = rows_at_once(kernels, total)
     groups, exact_splits = B * view.heads * -(-total // rows), exact_split(view)
-    splits = exact_splits + packed_split(max(view.packed), kernels.unit, THREADGROUPS // groups)
-    exact = view.keys.exact.dtype
-    inputs = [queries if queries.dtype in (exact, mx.float32) else queries.astype(mx.float32)]
-    if kernels.keys.snippet.prepare is not None:
-        inputs.append(kernels.keys.snippet.prepare(queries.astype(mx.float32)))
-    (exact_k, key_sinks), (exact_v, value_sinks) = exact_arrays(view.keys), exact_arrays(view.values)
-    inputs += [
-        facts_of(view), NOTHING if mask.array is None else _eight(additive(mask.array, view.heads), 3),
-        exact_k, exact_v, key_sinks, value_sinks, table_of(view.keys), table_of(view.values),
-        *field_arrays(view.keys, kernels.keys), *field_arrays(view.values, kernels.values),
-    ]  # fmt: skip
-    sums, tops = kernels.run(
-        *inputs, backend=backend, M=rows, scale_bits=_bits(scale * math.log2(math.e)), length=view.length,
-        causal=int(mask.causal and L > 1), masked=int(mask.array is not None), regular=_regular(view),
-        splits=splits, exact_splits=exact_splits,
+    numbers = {"splits": exact_splits + packed_split(max(view.packed), kernels.unit, THREADGROUPS // groups)}
+    numbers |= {"exact_splits": exact_splits, "masked": int(mask.array is not None), "M": rows}
+    step = Step(
+        None, None, facts_of(view), True, (_read(kernels.keys), _read(kernels.values)),  # type: ignore[arg-type]
+        None if queries.dtype in (view.keys.exact.dtype, mx.float32) else mx.float32,
+        kernels.keys.snippet.prepare, kernels.values.snippet.finish,
     )  # fmt: skip
-    if not kernels.apart:
-        return _merged(view, sums, tops, queries, sinks, exact_splits, backend)
-    finish, D = kernels.values.snippet.finish, view.values.exact.shape[3]
-    assert finish is not None
-    plain, stored = kernels.merge(
-        sums, tops, NO_LOGITS if sinks is None else sinks.astype(mx.float32), backend=backend, D=D,
-        width=kernels.values.width, query_length=L, with_logits=int(sinks is not None), exact_splits=exact_splits,
-    )  # fmt: skip
-    return (plain + finish(stored)).astype(queries.dtype)
+    given = None if mask.array is None else additive(mask.array, view.heads)
+    own = {"width": kernels.values.width} if kernels.apart else {"T": name_of(queries.dtype)}
+    return _ready(step, kernels.run, kernels.merge, view, queries, scale, mask, given, sinks, backend, numbers, own)
 
 
-def attend_matrix(
-    view: CacheView, kernels: MatrixPair, queries: mx.array, scale: float, causal: bool, sinks: mx.array | None,
+def matrix_step(
+    view: CacheView, kernels: MatrixPair, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None,
     backend: Any,
-) -> mx.array:  # fmt: skip
+) -> Step:  # fmt: skip
     """The same on tensor cores, without masks that are arrays."""
     B, heads, L, _ = queries.shape
     groups = B * view.heads * -(-(heads // view.heads * L) // COLUMNS)
     exact_splits = exact_split(view)
-    splits = exact_splits + packed_split(max(view.packed), kernels.step, kernels.slots // groups)
-    (exact_k, key_sinks), (exact_v, value_sinks) = exact_arrays(view.keys), exact_arrays(view.values)
-    sums, tops = kernels.run(
-        queries, facts_of(view), exact_k, exact_v, key_sinks, value_sinks, table_of(view.keys), table_of(view.values),
-        *map(view.keys.pages.stored, kernels.fields[0]), *map(view.values.pages.stored, kernels.fields[1]),
-        backend=backend, scale_bits=_bits(scale * math.log2(math.e)), length=view.length, causal=int(causal and L > 1),
-        regular=_regular(view), splits=splits, exact_splits=exact_splits,
-    )  # fmt: skip
-    return _merged(view, sums, tops, queries, sinks, exact_splits, backend)
+    numbers = {"splits": exact_splits + packed_split(max(view.packed), kernels.step, kernels.slots // groups)}
+    numbers |= {"exact_splits": exact_splits}
+    step = Step(None, None, facts_of(view), False, (list(kernels.fields[0]), list(kernels.fields[1])))  # type: ignore[arg-type]
+    own = {"T": name_of(queries.dtype)}
+    return _ready(step, kernels.run, kernels.merge, view, queries, scale, mask, None, sinks, backend, numbers, own)
+
+
+def _ready(
+    step: Step, run: Kernel, merge: Kernel, view: CacheView, queries: mx.array, scale: float, mask: Mask,
+    given: mx.array | None, sinks: mx.array | None, backend: Any, numbers: dict[str, Any], own: dict[str, Any],
+) -> Step:  # fmt: skip
+    """A step with its launches."""
+    runner, L = backends.choose(backend), queries.shape[2]
+    numbers |= {
+        "scale_bits": _bits(scale * math.log2(math.e)), "length": view.length, "causal": int(mask.causal and L > 1),
+        "regular": int(view.keys.pages.table is None and view.values.pages.table is None),
+    }  # fmt: skip
+    step.run = run.prepared(runner, step.inputs(view, queries, given), numbers)
+    blank = [mx.zeros(shape) for shape in step.run.launch.shapes]
+    own |= {"D": view.values.exact.shape[3], "query_length": L, "with_logits": int(sinks is not None)}
+    own |= {"exact_splits": numbers["exact_splits"]}
+    logits = NO_LOGITS if sinks is None else mx.zeros(sinks.shape)
+    step.merge = merge.prepared(runner, [*blank, logits], own)
+    return step
+
+
+def _read(side: Side) -> list[str | mx.array]:
+    constants = side.snippet.constants
+    return [constants.get(p.name, p.name) for p in side.pointers]
 
 
 def exact_split(view: CacheView) -> int:
@@ -88,22 +154,6 @@ def exact_split(view: CacheView) -> int:
 def packed_split(tokens: int, unit: int, most: int) -> int:
     """Splits for so many packed tokens: each SIMD group takes a unit at least."""
     return max(1, min(-(-tokens // (unit * GROUPS)), most, MOST_SPLITS - MOST_EXACT_SPLITS))
-
-
-def _merged(
-    view: CacheView, sums: mx.array, tops: mx.array, queries: mx.array, sinks: mx.array | None, exact_splits: int,
-    backend: Any,
-) -> mx.array:  # fmt: skip
-    out: mx.array = MERGE(
-        sums, tops, NO_LOGITS if sinks is None else sinks.astype(mx.float32), backend=backend,
-        T=name_of(queries.dtype), D=view.values.exact.shape[3], query_length=queries.shape[2],
-        with_logits=int(sinks is not None), exact_splits=exact_splits,
-    )[0]  # fmt: skip
-    return out
-
-
-def _regular(view: CacheView) -> int:
-    return int(view.keys.pages.table is None and view.values.pages.table is None)
 
 
 def facts_of(view: CacheView) -> mx.array:
@@ -165,6 +215,7 @@ def row_facts(
 
 def additive(mask: mx.array, heads: int) -> mx.array:
     """A mask (B, H, R, L, T), each but T perhaps 1, as (B, H_q, L, T) float32 to be added."""
+    mask = _eight(mask, 4) if mask.shape[4] < TINY else mask
     if mask.shape[1] == 1 and mask.shape[2] == 1:
         mask = mask[:, :, 0]
     else:

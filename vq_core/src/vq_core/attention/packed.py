@@ -11,11 +11,13 @@ made to depend on the sums so far, so that MLX cannot schedule the decoding of m
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from vq_core.attention import view as views
-from vq_core.attention.choice import Fit, fit, not_served, proven
-from vq_core.attention.fused import attend_fused, attend_matrix, rows_at_once
+from vq_core.attention.choice import Fit, field_dtypes, fit, not_served, proven
+from vq_core.attention.fused import Step, additive, kernel_step, matrix_step, rows_at_once
 from vq_core.attention.masks import Mask, apply, read_mask
 from vq_core.attention.prefill import attend_scratch, why_tiles
 from vq_core.attention.sides import compute_dtype
@@ -65,6 +67,10 @@ def attend(
             cannot do it, naming the limit.
         PluginError: a kernel fails its probe.
     """
+    key = None if trying or isinstance(mask, mx.array) else _key(view, queries, scale, mask, sinks, tier)
+    step = _steps.get(key) if key is not None else None
+    if step is not None:
+        return step(view, queries, sinks)
     _check(view, queries, sinks)
     B, heads, L, D = queries.shape
     checked = read_mask(mask, view, heads, L)
@@ -75,6 +81,13 @@ def attend(
         return out.astype(queries.dtype)
     if tier in ("auto", "matrix", "kernel") and max(view.packed):
         done = _by_kernels(view, queries, scale, checked, sinks, tier, fallback, trying)
+        if isinstance(done, Step):
+            if key is not None:
+                if len(_steps) >= MOST_STEPS:
+                    _steps.clear()
+                _steps[key] = done
+            given = None if checked.array is None else additive(checked.array, view.heads)
+            return done(view, queries, sinks, given)
         if done is not None:
             return done
     compute = mx.float32 if tier == "reference" else compute_dtype(view.keys.exact.dtype)
@@ -88,11 +101,33 @@ def attend(
     return out.reshape(B, heads, L, -1).astype(queries.dtype)
 
 
+MOST_STEPS = 1024
+_steps: dict[Any, Step] = {}
+"""Steps by all that they depend on: the layers of a model share one, and a step made ready needs no check."""
+
+
+def _key(
+    view: CacheView, queries: mx.array, scale: float, mask: str | None, sinks: mx.array | None, tier: str
+) -> tuple[Any, ...] | None:
+    """What a ready step depends on; ``None`` where that cannot be told."""
+    keys, values = view.keys, view.values
+    if not isinstance(queries, mx.array) or not (sinks is None or isinstance(sinks, mx.array)):
+        return None
+    told = None if sinks is None else (sinks.shape, sinks.dtype)
+    return (
+        keys.bound, values.bound, tier, mask, scale, told, queries.shape, queries.dtype,
+        view.packed, view.exact, view.sinks, view.hidden, view.length,
+        keys.pages.table is None, values.pages.table is None,
+        *(field_dtypes(keys) if keys.bound.layout.widens else ()),
+        *(field_dtypes(values) if values.bound.layout.widens else ()),
+    )  # fmt: skip
+
+
 def _by_kernels(
     view: CacheView, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None, tier: str, fallback: str,
     trying: bool,
-) -> mx.array | None:  # fmt: skip
-    """By the fastest kernels that fit; ``None`` where plain operations serve."""
+) -> mx.array | Step | None:  # fmt: skip
+    """By the fastest kernels that fit, or a step ready to run; ``None`` where plain operations serve."""
     found, L = fit(view), queries.shape[2]
     if L > STEP_QUERIES:
         if why_tiles(view, found, mask, sinks) or (not trying and proven(view, found, queries, "long", 0, fallback)):
@@ -105,14 +140,14 @@ def _by_kernels(
             assert found.matrix is not None
             why = "" if trying else proven(view, found, queries, "matrix", 0, fallback)
         if not why and found.matrix is not None:
-            return attend_matrix(view, found.matrix, queries, scale, mask.causal, sinks, found.backend)
+            return matrix_step(view, found.matrix, queries, scale, mask, sinks, found.backend)
     if tier != "matrix":
         why = found.why
         if found.kernels is not None:
             rows = rows_at_once(found.kernels, queries.shape[1] // view.heads * L)
             why = "" if trying else proven(view, found, queries, "kernel", rows, fallback)
             if not why:
-                return attend_fused(view, found.kernels, queries, scale, mask, sinks, found.backend)
+                return kernel_step(view, found.kernels, queries, scale, mask, sinks, found.backend)
     if tier != "auto":
         raise not_served(tier, why)
     return None

@@ -197,6 +197,14 @@ class Kernel:
         return self._run(runner, inputs, parameters)
 
     def _run(self, runner: Any, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> tuple[mx.array, ...]:
+        return self.prepared(runner, inputs, parameters)(inputs)
+
+    def prepared(self, runner: Any, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> Prepared:
+        """A checked call for these inputs, and for any others of their shapes and dtypes.
+
+        Raises:
+            UnsupportedShapeError: as a call.
+        """
         if runner.backend not in self.backends:
             raise UnsupportedShapeError(
                 f"kernel {self.name} runs on {_listed(self.backends)}, not on {runner.backend}; on any machine give "
@@ -212,10 +220,7 @@ class Kernel:
             if len(self._launches) >= MOST_LAUNCHES:
                 self._launches.clear()
             self._launches[key] = launch
-        if not any(math.prod(shape) for shape in launch.shapes):
-            return tuple(mx.zeros(s, DTYPES[d]) for s, d in zip(launch.shapes, launch.dtypes, strict=True))
-        found: tuple[mx.array, ...] = runner.run(self, self.arrays(inputs, launch.call), launch)
-        return found
+        return Prepared(self, runner, launch, self.number_arrays(launch.call))
 
     def launch(self, call: Call) -> Launch:
         """A checked call, ready to run.
@@ -233,10 +238,11 @@ class Kernel:
 
     def arrays(self, inputs: Sequence[mx.array], call: Call) -> list[mx.array]:
         """The arrays of a checked call as the backends take them, one for each of ``arguments``."""
-        arrays = [x.reshape(1) if x.ndim == 0 else x for x in inputs]
-        if self.numbers:
-            arrays.append(number_array(tuple(call.numbers.values())))
-        return arrays
+        return [*(x.reshape(1) if x.ndim == 0 else x for x in inputs), *self.number_arrays(call)]
+
+    def number_arrays(self, call: Call) -> list[mx.array]:
+        """The run-time numbers as the last input, where there are any."""
+        return [number_array(tuple(call.numbers.values()))] if self.numbers else []
 
     def resolve(self, inputs: Sequence[mx.array], parameters: Mapping[str, Any]) -> Call:
         """The call that these arrays and parameters are, checked.
@@ -325,6 +331,26 @@ class Launch:
         if math.prod(self.grid) >= MOST_GRID:
             return f"{self.threadgroups} threadgroups of {self.threads}: a grid has fewer than 2**32 threads"
         return ""
+
+
+@attrs.define(eq=False)
+class Prepared:
+    """A checked call whose inputs may change, but not their shapes and dtypes."""
+
+    kernel: Kernel
+    runner: Any
+    launch: Launch
+    numbers: list[mx.array]
+
+    def __call__(self, inputs: Sequence[mx.array]) -> tuple[mx.array, ...]:
+        """Run it."""
+        if not self.launch.shapes or not any(math.prod(shape) for shape in self.launch.shapes):
+            named = zip(self.launch.shapes, self.launch.dtypes, strict=True)
+            return tuple(mx.zeros(s, DTYPES[d]) for s, d in named)
+        arrays = [x if x.ndim else x.reshape(1) for x in inputs]
+        arrays += self.numbers
+        found: tuple[mx.array, ...] = self.runner.run(self.kernel, arrays, self.launch)
+        return found
 
 
 @lru_cache(maxsize=4096)
