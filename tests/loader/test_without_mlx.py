@@ -36,8 +36,12 @@ def test_listing_without_mlx(site: Any, source: Any, absence: str, request: pyte
 
 @pytest.mark.parametrize("absence", ["no_mlx", "no_backend"])
 @pytest.mark.parametrize(
-    "command", [("demo",), ("bench", "kernels"), ("generate", "model", "-p", "text", "--method", "fine")]
-)
+    "command",
+    [
+        ("demo",), ("bench", "kernels"), ("bench", "attention"), ("bench", "decode"), ("bench", "generate", "demo"),
+        ("generate", "model", "-p", "text", "--method", "fine"),
+    ],
+)  # fmt: skip
 def test_running_without_mlx_is_one_line(
     site: Any, absence: str, command: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:

@@ -14,10 +14,12 @@ from vq_core.attention.masks import LOWEST, Mask
 from vq_core.attention.view import CacheView, SideView
 from vq_core.kernels.kernel import TINY
 from vq_core.kernels.skeleton.kernels import FACTS, Pair
-from vq_core.kernels.skeleton.portable import EXACT_UNIT, GROUPS, Side
+from vq_core.kernels.skeleton.portable import EXACT_UNIT, Side
+from vq_core.kernels.skeleton.summing import GROUPS
 
-THREADGROUPS = 528
-"""How many a pass is split into where there is work for them: four for each of an H200's multiprocessors."""
+THREADGROUPS = 384
+"""How many a pass is split into where there is work for them: as many as an H200 runs at once, about three for each of
+its multiprocessors, so that none waits for another."""
 MOST_EXACT_SPLITS = 32
 
 

@@ -24,7 +24,7 @@ from vq_core.errors import SettingsError
 from vq_core.plugins.binding import state_arrays
 
 __all__ = [
-    "MOST_NOISE", "POOL", "Comparison", "Timing", "amdahl", "compare", "environment", "orders", "queue_length",
+    "MOST_NOISE", "POOL", "Comparison", "Timing", "amdahl", "compare", "environment", "noise", "orders", "queue_length",
 ]  # fmt: skip
 
 POOL = 10
@@ -210,7 +210,7 @@ def compare(
         halves = _measure(list(arms.values()), inputs, rounds, inner, warm, clock, built)
         seen = [seen[0], machine()]
         busy = (*refuse, *dict.fromkeys(reason for look in seen for reason in look.reasons))
-        noises = {name: _noise(*pair) for name, pair in zip(arms, halves, strict=True)}
+        noises = {name: noise(*pair) for name, pair in zip(arms, halves, strict=True)}
         timings = {name: Timing.of(pair[0] + pair[1]) for name, pair in zip(arms, halves, strict=True)}
         found = Comparison(timings, next(iter(arms)), noises, busy, inner, attempt + 1, tuple(seen))
         if found.noise <= MOST_NOISE:
@@ -280,7 +280,8 @@ def _picked(inputs: Sequence[Any], start: int, count: int) -> list[Any]:
     return [inputs[(start + i) % len(inputs)] for i in range(count)]
 
 
-def _noise(one: Sequence[float], other: Sequence[float]) -> float:
+def noise(one: Sequence[float], other: Sequence[float]) -> float:
+    """One arm under two names: the larger median over the smaller, minus 1."""
     a, b = statistics.median(one), statistics.median(other)
     if a == b:
         return 0.0

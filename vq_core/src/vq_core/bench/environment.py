@@ -43,5 +43,6 @@ def environment() -> dict[str, Any]:
         "load_average": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
         "versions": versions,
+        "mlx_settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith("MLX_")},
         "command": shlex.join([os.path.basename(sys.executable), *sys.orig_argv[1:]]),
     }

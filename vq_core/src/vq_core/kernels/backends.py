@@ -48,6 +48,12 @@ def choose(backend: Backend | None) -> Runner:
     return _runner(chosen)
 
 
+def compiled() -> int:
+    """Variants of kernels that this process has given to MLX on the default device; 0 on a CPU."""
+    backend = device_backend()
+    return 0 if backend is None else len(getattr(_runner(backend), "variants", ()))
+
+
 @cache
 def _runner(backend: Backend) -> Runner:
     if backend == "simulator":

@@ -24,12 +24,15 @@ class Gpu:
     def __init__(self, backend: Backend):
         self.backend = backend
         self._made: dict[Kernel, Any] = {}
+        self.variants: set[tuple[str, str]] = set()
+        """What MLX compiles once each: kernels with their compile-time parameters."""
         self._lock = threading.Lock()
 
     def run(self, kernel: Kernel, inputs: Sequence[mx.array], launch: Launch) -> tuple[mx.array, ...]:
         """Put the call into MLX's graph."""
         if not launch.prepared:
             launch.prepared.update(arguments(kernel, launch))
+            self.variants.add((kernel.name, str(launch.prepared["template"])))
         outputs: list[mx.array] = self.made(kernel)(inputs=list(inputs), **launch.prepared)
         return tuple(outputs)
 

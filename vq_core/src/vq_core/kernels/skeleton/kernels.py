@@ -14,8 +14,9 @@ import numpy as np
 from vq_core.errors import PluginError, UnsupportedShapeError
 from vq_core.kernels.kernel import Call, Case, Kernel, Output
 from vq_core.kernels.skeleton import combine, portable
-from vq_core.kernels.skeleton.portable import EXACT_UNIT, GROUPS, Side
+from vq_core.kernels.skeleton.portable import EXACT_UNIT, Side, exact_channels
 from vq_core.kernels.skeleton.snippet import SIMD
+from vq_core.kernels.skeleton.summing import GROUPS
 
 MOST_ROWS = 4
 """Query rows that a threadgroup takes at once: each costs a lane 16 sums or more in registers."""
@@ -109,6 +110,8 @@ def _rows(keys: Side, values: Side, key_dim: int, value_dim: int, unit: int) -> 
         raise UnsupportedShapeError(
             f"{values.width} numbers a value in runs of {values.snippet.channels}: at most 32 runs are accepted"
         )
+    if value_dim // exact_channels(value_dim) > SIMD:
+        raise UnsupportedShapeError(f"head size {value_dim} of the values: at most 256 is accepted, a multiple of 8")
     widest, values_widest = max(key_dim, keys.width), max(value_dim, values.width)
     for rows in range(MOST_ROWS, 0, -1):
         floats = rows * (widest + GROUPS * (max(unit, EXACT_UNIT) + values_widest + 2))

@@ -1,21 +1,17 @@
-"""`vq bench`: measuring, one command for each thing that is measured."""
+"""`vq bench kernels`."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-app = typer.Typer(help="Measure on this device; nothing else may run meanwhile.", no_args_is_help=True)
+from vq_core.cli.bench.shared import tell
 
 
-@app.command("kernels")
 def kernels(
     method: Annotated[
         list[str] | None, typer.Option(help="Methods, such as kivi or kivi:bits=8; may be repeated.")
@@ -47,19 +43,12 @@ def kernels(
         check_target(json_file)
     records()
     with contextlib.redirect_stdout(sys.stderr):  # what plugins print must not get between the figures
-        record = measure(wanted, tell=_tell())
+        record = measure(wanted, tell=tell())
     if json_file is not None:
         save(record, json_file)
     _print(record)
     if json_file is not None:
         typer.echo(f"record: {json_file}")
-
-
-def _tell() -> Callable[[str], None]:
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    return lambda line: console.print(line, style="dim", markup=False, highlight=False)
 
 
 def _print(record: dict[str, Any]) -> None:
