@@ -17,7 +17,9 @@ from ..host_mlx_lm.conftest import IDENTITY
 
 KERNELS = {
     "core": ["pack_bits", "unpack_bits"],
-    "kivi": [f"kivi_{what}_{side}" for what in ("device_pack", "pack", "round", "unpack") for side in ("keys", "values")]
+    "kivi": [
+        f"kivi_{what}_{side}" for what in ("device_pack", "pack", "round", "unpack") for side in ("keys", "values")
+    ]
     + [f"matrix_kivi{bits}_k128_kivi{bits}_v128" for bits in (2, 4)],
 }
 
