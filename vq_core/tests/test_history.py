@@ -283,7 +283,7 @@ def test_random_operations_on_rows(echo: Make, normal: Any, block: int) -> None:
             assert not got[:, : got.shape[1] - want.shape[1]].any()
 
 
-@pytest.mark.parametrize("call", ("flush", "one", "short trim", "deep trim"))
+@pytest.mark.parametrize("call", ("flush", "one", "step", "short trim", "deep trim"))
 def test_interrupted_at_any_line(echo: Any, normal: Any, snapshot: Any, call: str) -> None:
     """A KeyboardInterrupt can come at any line: either nothing has happened, or all of it."""
     x = normal(1, 2, 80, 4)
@@ -291,6 +291,8 @@ def test_interrupted_at_any_line(echo: Any, normal: Any, snapshot: Any, call: st
     def made() -> PackedKVCache:
         cache: PackedKVCache = echo(block=8, page=32, residual=8, sink_tokens=2)
         cache.update_and_fetch(x[:, :, :50], x[:, :, :50])
+        if call == "step":  # one like the last, which only appends
+            cache.update_and_fetch(x[:, :, 50:51], x[:, :, 50:51])
         return cache
 
     def act(cache: PackedKVCache) -> None:
@@ -304,7 +306,7 @@ def test_interrupted_at_any_line(echo: Any, normal: Any, snapshot: Any, call: st
     act(done)
     accepted = (snapshot(before), snapshot(done))
     seen = set()
-    for point in range(0, 2000, 7):
+    for point in range(0, 2000, 1 if call == "step" else 7):
         cache, left = made(), [point]
 
         def tracer(frame: Any, event: str, arg: Any, left: list[int] = left) -> Any:

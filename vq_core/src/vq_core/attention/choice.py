@@ -20,6 +20,7 @@ from vq_core.errors import PluginError, UnsupportedShapeError, VQError
 from vq_core.kernels.kernel import Kernel
 from vq_core.kernels.skeleton.gather import gather
 from vq_core.kernels.skeleton.kernels import Pair, pair
+from vq_core.kernels.skeleton.matrix_kernels import MatrixPair, matrix_pair
 from vq_core.kernels.skeleton.portable import Pointer, Side
 from vq_core.plugins.binding import PROBE_TOLERANCE, BoundSide
 
@@ -37,6 +38,8 @@ class Fit:
         dense: The kernels that decode each side for long queries, ``None``: there are none.
         dense_why: Why there are none.
         sides: Both sides as the kernels see them.
+        matrix: The kernels on tensor cores, ``None``: there are none.
+        matrix_why: Why there are none.
     """
 
     kernels: Pair | None
@@ -45,6 +48,8 @@ class Fit:
     dense: tuple[Kernel, Kernel] | None = None
     dense_why: str = ""
     sides: tuple[Side, ...] = ()
+    matrix: MatrixPair | None = None
+    matrix_why: str = ""
 
 
 _lock = threading.RLock()
@@ -66,7 +71,7 @@ def fit_of(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtyp
     found = _fits.get(key)
     if found is None:
         found = _fit(*key)
-        if keys.snippet is not None and values.snippet is not None:
+        if not latent(keys, values):  # that one is a side of its own at each reading
             _fits[key] = found
     return found
 
@@ -81,37 +86,57 @@ def told_of(keys: BoundSide, values: BoundSide) -> tuple[str, str]:
     return _told(fit_of(keys, values, getattr(mx, keys.ctx.dtype), (), ()))
 
 
-def require(keys: BoundSide, values: BoundSide) -> None:
-    """Raise :class:`UnsupportedShapeError` if the kernel tier, asked for by name, cannot serve two sides."""
+def latent(keys: BoundSide, values: BoundSide) -> bool:
+    """Whether the values are the keys' side, as latent attention reads it."""
+    return values.ctx.side == keys.ctx.side
+
+
+def require(tier: str, keys: BoundSide, values: BoundSide) -> None:
+    """Raise :class:`UnsupportedShapeError` if a tier that was asked for by name cannot serve two sides."""
     found = fit_of(keys, values, getattr(mx, keys.ctx.dtype), (), ())
-    if found.kernels is None:
-        raise UnsupportedShapeError(f"attention='kernel': {found.why}; attention='auto' takes what there is")
+    if tier == "kernel" and found.kernels is None:
+        raise not_served(tier, found.why)
+    if tier == "matrix" and found.matrix is None:
+        raise not_served(tier, found.matrix_why)
+
+
+def not_served(tier: str, why: str) -> UnsupportedShapeError:
+    """The error for a tier asked for by name."""
+    return UnsupportedShapeError(f"attention={tier!r}: {why}; attention='auto' takes what there is")
 
 
 def _told(found: Fit) -> tuple[str, str]:
-    if found.kernels is None:
-        return "", found.why
-    failed = [why for (kernel, backend, *_), why in _proven.items() if why and kernel is found.kernels.run]
-    if failed:
-        return "", failed[0]
-    tiles = found.dense_why or next((why for (kernel, *_), why in _proven.items() if why and kernel is found.dense), "")
-    long = f"prefill in tiles: {tiles}" if tiles else "prefill by decoding to a scratch"
-    return f"kernel ({found.backend}): {found.kernels.run.name}; {long}", ""
+    matrix_why = found.matrix_why or _failed(found.matrix and found.matrix.run)
+    why = found.why or _failed(found.kernels and found.kernels.run)
+    dense_why = found.dense_why or _failed(found.dense)
+    long = f"prefill in tiles: {dense_why}" if dense_why else "prefill by decoding to a scratch"
+    if found.matrix is not None and not matrix_why:
+        masks = f"masks that are arrays by plain operations: {why}" if why else "masks that are arrays by the kernel"
+        return f"matrix ({found.backend}): {found.matrix.run.name}; {masks}; {long}", ""
+    if found.kernels is None or why:
+        return "", why
+    return f"kernel ({found.backend}): {found.kernels.run.name} (matrix: {matrix_why}); {long}", ""
+
+
+def _failed(kernels: Any) -> str:
+    """Why kernels failed when they were tried out, if they did."""
+    return next((why for (kernel, *_), why in _proven.items() if why and kernel is kernels), "")
 
 
 def field_dtypes(side: SideView) -> Dtypes:
     """Dtypes of the fields as stored, where a layout lets them widen; else nothing, for they are the layout's."""
     layout = side.bound.layout
-    return tuple(side.pages.tile[f.name].dtype for f in layout.fields) if layout.widens and side.pages.tile else ()
+    return tuple(side.pages.stored(f.name).dtype for f in layout.fields) if layout.widens and side.pages.count else ()
 
 
 def _fit(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes, value_fields: Dtypes) -> Fit:
     if keys.backend is None:
-        return Fit(None, None, keys.no_backend, dense_why=keys.no_backend)
+        return Fit(None, None, keys.no_backend, dense_why=keys.no_backend, matrix_why=keys.no_backend)
+    matrix, matrix_why = _matrix(keys, values, exact, (*key_fields, *value_fields))
     for side in (keys, values):
         if side.snippet is None:
             why = f"{side.choice.label} has no snippet for its {side.ctx.side}"
-            return Fit(None, None, why, dense_why=why)
+            return Fit(None, keys.backend, why, dense_why=why, matrix=matrix, matrix_why=matrix_why)
     sides = (_side(keys, key_fields, "k"), _side(values, value_fields, "v"))
     kernels, dense, why, dense_why = None, None, "", ""
     D, Dv, dtype = keys.ctx.key_dim, values.ctx.value_dim, name_of(exact)
@@ -123,7 +148,21 @@ def _fit(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes
         dense = gather(sides[0], D, dtype), gather(sides[1], Dv, dtype)
     except UnsupportedShapeError as error:
         dense_why = str(error)
-    return Fit(kernels, keys.backend, why, dense, dense_why, sides)
+    return Fit(kernels, keys.backend, why, dense, dense_why, sides, matrix, matrix_why)
+
+
+def _matrix(keys: BoundSide, values: BoundSide, exact: mx.Dtype, fields: Dtypes) -> tuple[MatrixPair | None, str]:
+    """The kernels on tensor cores, or why there are none."""
+    for side in (keys, values):
+        if side.held is None or side.held.matrix is None:
+            return None, f"{side.choice.label} holds its {side.ctx.side} in no form for tensor cores"
+    assert keys.held is not None and values.held is not None
+    if any(dtype == mx.float32 for dtype in fields):
+        return None, "scales and zeros have been widened to float32"
+    try:
+        return matrix_pair(keys.held.matrix, values.held.matrix, name_of(exact)), ""
+    except UnsupportedShapeError as error:
+        return None, str(error)
 
 
 def _side(bound: BoundSide, dtypes: Dtypes, prefix: str) -> Side:
@@ -145,24 +184,27 @@ def name_of(dtype: mx.Dtype) -> str:
 # ---- trying a variant out
 
 
-def proven(view: CacheView, found: Fit, queries: mx.array, rows: int, fallback: str) -> str:
+def proven(view: CacheView, found: Fit, queries: mx.array, tier: str, rows: int, fallback: str) -> str:
     """Why the kernels that serve some queries must not be used; nothing if they may. Runs them once, on own tokens.
 
     Args:
         view, found: The reading and what serves it.
         queries: (B, H_q, L, D).
-        rows: Query rows that a threadgroup takes at once; 0: the kernels for long queries.
+        tier: ``"matrix"``, ``"kernel"``, or ``"long"``: the kernels for long queries.
+        rows: Of the kernel tier, query rows that a threadgroup takes at once.
         fallback: The policy's.
 
     Raises:
         PluginError: they fail, and ``fallback`` is not ``"warn"``.
     """
-    kernel = found.kernels.run if rows else found.dense  # type: ignore[union-attr]
-    key = (kernel, found.backend, rows, queries.dtype)
+    kernel = {"matrix": found.matrix and found.matrix.run, "kernel": found.kernels and found.kernels.run}.get(
+        tier, found.dense
+    )
+    key = (kernel, found.backend, tier, rows, queries.dtype)
     if key not in _proven:
         with _lock:
             if key not in _proven:
-                _proven[key] = _try(view, found, queries.dtype, rows, fallback)
+                _proven[key] = _try(view, found, queries.dtype, tier, rows, fallback)
     return _proven[key]
 
 
@@ -170,15 +212,14 @@ LONG = 24
 """Queries of the trial of kernels for long ones."""
 
 
-def _try(view: CacheView, found: Fit, dtype: mx.Dtype, rows: int, fallback: str) -> str:
+def _try(view: CacheView, found: Fit, dtype: mx.Dtype, tier: str, rows: int, fallback: str) -> str:
     from vq_core.attention.packed import attend
 
     small = _small(view)
     D = small.keys.exact.shape[3]
-    shape = (1, small.heads * rows, 1, D) if rows else (1, small.heads, LONG, D)
-    q = _random(7, shape, dtype)
+    q = _random(7, (1, small.heads, LONG, D) if tier == "long" else (1, small.heads * (rows or 3), 1, D), dtype)
     try:
-        got = attend(small, q, scale=D**-0.5, tier="kernel", trying=True)
+        got = attend(small, q, scale=D**-0.5, tier="kernel" if tier == "long" else tier, trying=True)
         want = attend(small, q, scale=D**-0.5, tier="reference")
         mx.eval(got, want)
         a, b = np.array(got.astype(mx.float32)), np.array(want.astype(mx.float32))
@@ -191,7 +232,8 @@ def _try(view: CacheView, found: Fit, dtype: mx.Dtype, rows: int, fallback: str)
         reason = f"it does not run: {type(error_).__name__}: {error_}"
     if not reason:
         return ""
-    names = [found.kernels.run] if rows and found.kernels else found.dense or ()
+    pair_ = found.matrix if tier == "matrix" else found.kernels
+    names = found.dense or () if tier == "long" or pair_ is None else [pair_.run]
     message = f"kernel {' and '.join(k.name for k in names)} on {found.backend}: {reason}"
     if fallback != "warn":
         raise PluginError(
@@ -227,8 +269,8 @@ def _pages(side: SideView, x: mx.array) -> Any:
         a, axis = tile[field.name], 2 + (field.axis or 0)
         split = a.reshape(*a.shape[:axis], depth, field.shape[field.axis or 0], *a.shape[axis + 1 :])
         paged = mx.moveaxis(split, axis, 0).reshape(depth, a.shape[1], *field.shape)
-        held = side.pages.tile.get(field.name)
-        tile[field.name] = mx.contiguous(paged if held is None else paged.astype(held.dtype))
+        held = side.pages.stored(field.name).dtype if side.pages.count else paged.dtype
+        tile[field.name] = mx.contiguous(paged.astype(held))
     return Pages(tile | dict(sequence), depth, depth, None)
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from vq_core.attention import view as views
-from vq_core.attention.choice import fit, proven
-from vq_core.attention.fused import attend_fused, rows_at_once
+from vq_core.attention.choice import Fit, fit, not_served, proven
+from vq_core.attention.fused import attend_fused, attend_matrix, rows_at_once
 from vq_core.attention.masks import Mask, apply, read_mask
 from vq_core.attention.prefill import attend_scratch, why_tiles
 from vq_core.attention.sides import compute_dtype
@@ -50,7 +50,8 @@ def attend(
         scale: Multiplies the dot products.
         mask: ``None``, ``"causal"`` (lower-right aligned) or an array, bool or additive, see :func:`read_mask`.
         sinks: The model's learned attention sinks, (H_q,): one more logit in each softmax.
-        tier: ``"auto"``: the fastest that fits; ``"kernel"``: the fused kernels for up to 16 queries; ``"mlx"``: plain
+        tier: ``"auto"``: the fastest that fits; ``"matrix"`` and ``"kernel"``: the fused kernels for up to
+            16 queries, on tensor cores or anywhere; ``"mlx"``: plain
             MLX operations; ``"reference"``: dense float32 over the decoded cache.
         fallback: What a kernel that fails its probe does, see :class:`~vq_core.cache.policy.LayerPolicy`.
         trying: The call is that probe.
@@ -72,7 +73,7 @@ def attend(
         stock = mask if checked.array is None else checked.array.flatten(1, 2)
         out = stock_attention(q, view.keys.exact, view.values.exact, scale=scale, mask=stock, sinks=sinks)
         return out.astype(queries.dtype)
-    if tier in ("auto", "kernel") and max(view.packed):
+    if tier in ("auto", "matrix", "kernel") and max(view.packed):
         done = _by_kernels(view, queries, scale, checked, sinks, tier, fallback, trying)
         if done is not None:
             return done
@@ -94,18 +95,38 @@ def _by_kernels(
     """By the fastest kernels that fit; ``None`` where plain operations serve."""
     found, L = fit(view), queries.shape[2]
     if L > STEP_QUERIES:
-        if why_tiles(view, found, mask, sinks) or (not trying and proven(view, found, queries, 0, fallback)):
+        if why_tiles(view, found, mask, sinks) or (not trying and proven(view, found, queries, "long", 0, fallback)):
             return None
         return attend_scratch(view, found, queries, scale, mask, sinks).astype(queries.dtype)
-    why = found.why
-    if found.kernels is not None:
-        rows = rows_at_once(found.kernels, queries.shape[1] // view.heads * L)
-        why = "" if trying else proven(view, found, queries, rows, fallback)
+    why = ""
+    if tier != "kernel":
+        why = _why_no_matrix(view, found, queries, mask)
         if not why:
-            return attend_fused(view, found.kernels, queries, scale, mask, sinks, found.backend)
-    if tier == "kernel":
-        raise UnsupportedShapeError(f"attention='kernel': {why}; attention='auto' takes what there is")
+            assert found.matrix is not None
+            why = "" if trying else proven(view, found, queries, "matrix", 0, fallback)
+        if not why and found.matrix is not None:
+            return attend_matrix(view, found.matrix, queries, scale, mask.causal, sinks, found.backend)
+    if tier != "matrix":
+        why = found.why
+        if found.kernels is not None:
+            rows = rows_at_once(found.kernels, queries.shape[1] // view.heads * L)
+            why = "" if trying else proven(view, found, queries, "kernel", rows, fallback)
+            if not why:
+                return attend_fused(view, found.kernels, queries, scale, mask, sinks, found.backend)
+    if tier != "auto":
+        raise not_served(tier, why)
     return None
+
+
+def _why_no_matrix(view: CacheView, found: Fit, queries: mx.array, mask: Mask) -> str:
+    """Why tensor cores do not serve some queries; nothing where they do."""
+    if found.matrix is None:
+        return found.matrix_why
+    if mask.array is not None:
+        return "masks that are arrays are not for tensor cores"
+    if queries.dtype != view.keys.exact.dtype:
+        return f"queries of {queries.dtype} over exact tokens of {view.keys.exact.dtype}"
+    return ""
 
 
 def _as_stock(view: CacheView, mask: Mask, sinks: mx.array | None) -> bool:

@@ -7,11 +7,10 @@ that passes a bound, or MLX has no fused attention for the shape, the history is
 
 from __future__ import annotations
 
-import attrs
 import mlx.core as mx
 
 from vq_core.attention.choice import Fit
-from vq_core.attention.fused import exact_arrays, field_arrays, row_facts, table_of
+from vq_core.attention.fused import exact_arrays, facts_of, field_arrays, table_of
 from vq_core.attention.masks import Mask
 from vq_core.attention.view import CacheView, SideView
 from vq_core.kernels.kernel import Kernel
@@ -68,13 +67,12 @@ def attend_scratch(
 
 
 def _dense(view: CacheView, side: SideView, kernel: Kernel, known: Side, found: Fit, after: mx.array) -> mx.array:
-    tile = side.pages.tile
-    waiting = dict(zip(tile, mx.depends(list(tile.values()), [after]), strict=True)) if tile else tile
-    side = attrs.evolve(side, pages=attrs.evolve(side.pages, tile=waiting))
+    fields = field_arrays(side, known)
+    fields = mx.depends(fields, [after]) if fields else fields
     exact, first = exact_arrays(side)
-    facts = row_facts(view.packed, view.sinks, view.exact, view.lengths, view.hidden, view.length)
     y: mx.array = kernel(
-        facts, exact, first, table_of(side), *field_arrays(side, known), backend=found.backend, length=view.length,
-        regular=int(side.pages.table is None), depth=side.pages.depth, before=view.length - min(view.lengths),
+        facts_of(view), exact, first, table_of(side), *fields, backend=found.backend,
+        length=view.length, regular=int(side.pages.table is None), depth=side.pages.depth,
+        before=view.length - min(view.lengths),
     )[0]  # fmt: skip
     return y

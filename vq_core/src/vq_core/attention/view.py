@@ -11,9 +11,9 @@ from vq_core.plugins.binding import BoundSide
 TILE_TOKENS = 1024
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class SideView:
-    """One side: its method, its packed pages and its exact tokens.
+    """One side: its method, its packed pages and its exact tokens; not to be changed.
 
     Attributes:
         bound: The method.
@@ -28,9 +28,9 @@ class SideView:
     sinks: mx.array | None
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False, init=False)
 class CacheView:
-    """Both sides, and where each row's tokens are.
+    """Both sides, and where each row's tokens are; not to be changed.
 
     In order, row b's tokens are: ``sinks[b]`` first tokens, ``packed[b]`` packed ones, ``exact[b]`` exact ones.
     Rows of unequal length are aligned at the right: column T - 1 is the newest token of every row.
@@ -39,7 +39,6 @@ class CacheView:
     that are held have left the window and have no column: whole pages go at once.
 
     Attributes:
-        lengths: Tokens of each row that have a column.
         length: T, columns: tokens of the longest row.
         even: Whether all rows hold the same numbers of tokens.
         plain: Whether they do and nothing is hidden, so that columns need no look-up.
@@ -52,22 +51,32 @@ class CacheView:
     exact: tuple[int, ...]
     dropped: tuple[int, ...] = ()
     hidden: tuple[int, ...] = ()
-    lengths: tuple[int, ...] = attrs.field(init=False)
     length: int = attrs.field(init=False)
     even: bool = attrs.field(init=False)
     plain: bool = attrs.field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        none = (0,) * len(self.packed)
-        dropped, hidden = self.dropped or none, self.hidden or none
-        rows = list(zip(self.sinks, self.packed, self.exact, dropped, hidden, strict=True))
-        lengths = tuple(s + n + w - h for s, n, w, _, h in rows)
-        even = all(row == rows[0] for row in rows) and self.exact[0] == self.keys.exact.shape[2]
-        for name, value in (
-            ("dropped", dropped), ("hidden", hidden), ("lengths", lengths), ("length", max(lengths)),
-            ("even", even), ("plain", even and not any(hidden)),
-        ):  # fmt: skip
-            object.__setattr__(self, name, value)
+    # Written out: one is made for each layer and step.
+    def __init__(
+        self, keys: SideView, values: SideView, sinks: tuple[int, ...], packed: tuple[int, ...],
+        exact: tuple[int, ...], dropped: tuple[int, ...] = (), hidden: tuple[int, ...] = (),
+        length: int | None = None, even: bool | None = None,
+    ):  # fmt: skip
+        """``length`` and ``even``: where the caller knows them."""
+        self.keys, self.values = keys, values
+        self.sinks, self.packed, self.exact = sinks, packed, exact
+        none = (0,) * len(packed)
+        self.dropped, self.hidden = dropped or none, hidden or none
+        if even is None:
+            rows = set(zip(sinks, packed, exact, self.dropped, self.hidden, strict=True))
+            even = len(rows) == 1 and exact[0] == keys.exact.shape[2]
+        self.length = max(self.lengths) if length is None else length
+        self.even, self.plain = even, even and not (hidden and any(hidden))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each row that have a column."""
+        rows = zip(self.sinks, self.packed, self.exact, self.hidden, strict=True)
+        return tuple([s + n + w - h for s, n, w, h in rows])
 
     @property
     def rows(self) -> int:
@@ -85,7 +94,9 @@ def latent(view: CacheView) -> CacheView:
 
     A method's own attention is for one side, so the values are decoded, tile by tile.
     """
-    bound = attrs.evolve(view.keys.bound, attend=None, snippet=None)
+    held = view.keys.bound.held
+    held = held and attrs.evolve(held, matrix=None)
+    bound = attrs.evolve(view.keys.bound, attend=None, snippet=None, held=held)
     return attrs.evolve(view, values=attrs.evolve(view.keys, bound=bound))
 
 
@@ -178,7 +189,7 @@ def dense(view: CacheView, side: SideView, dtype: mx.Dtype | None = None) -> mx.
             parts.append(packed if packed.shape[2] == view.packed[0] else packed[:, :, : view.packed[0]])
         whole = mx.concatenate([*parts, exact], axis=2) if parts else exact
         return whole if view.plain else whole[:, :, view.hidden[0] :]
-    rows = []
+    rows, lengths = [], view.lengths
     for b, (s, n, w) in enumerate(zip(view.sinks, view.packed, view.exact, strict=True)):
         width = exact.shape[2]
         pieces = []
@@ -187,5 +198,5 @@ def dense(view: CacheView, side: SideView, dtype: mx.Dtype | None = None) -> mx.
         if n and packed is not None:
             pieces.append(packed[b : b + 1, :, :n])
         row = mx.concatenate([*pieces, exact[b : b + 1, :, width - w :]], axis=2)[:, :, view.hidden[b] :]
-        rows.append(mx.pad(row, [(0, 0), (0, 0), (view.length - view.lengths[b], 0), (0, 0)]))
+        rows.append(mx.pad(row, [(0, 0), (0, 0), (view.length - lengths[b], 0), (0, 0)]))
     return mx.concatenate(rows)

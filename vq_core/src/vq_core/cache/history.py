@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ import attrs
 import mlx.core as mx
 
 from vq_core.attention.view import CacheView, SideView, decode_depths
+from vq_core.cache.steady import Steady, room
 from vq_core.cache.store import PageStore
 from vq_core.cache.window import Window, owned
 from vq_core.errors import CacheStateError
@@ -46,6 +46,7 @@ class History:
         self.unit = math.lcm(keys.layout.page, values.layout.page)
         self.window = Window(rows)
         self.stores = {side: PageStore(b.layout, b.ctx.kv_heads, rows) for side, b in self.bound.items()}
+        self._steady: Steady | None = None
 
     # ---- counts
 
@@ -74,11 +75,74 @@ class History:
         """Tokens of each row's sequence, dropped ones too."""
         return [d + n for d, n in zip(self.dropped, self.held, strict=True)]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row's sequence."""
+        return max(self.lengths) if self._steady is None else self._steady.longest + self.window.counts[0]
+
     def arrays(self) -> list[mx.array]:
         """Every array held."""
         return [*self.stores["keys"].arrays(), *self.stores["values"].arrays(), *self.window.arrays()]
 
     # ---- growing
+
+    def step(self, keys: mx.array, values: mx.array) -> tuple[History, CacheView] | None:
+        """What :meth:`update` would make of this history where it would only append; this one stays as it is.
+
+        Most decode steps are of this kind. Nothing here takes longer for more packed tokens.
+
+        Returns:
+            The history after it and the reading; ``None`` where tokens would be packed or dropped, and for keys and
+            values that are not like the last ones, which may be what is refused.
+        """
+        steady, window = self._steady, self.window
+        if (
+            steady is None
+            or not isinstance(keys, mx.array)
+            or not isinstance(values, mx.array)
+            or keys.shape != steady.keys_shape
+            or values.shape != steady.values_shape
+            or keys.dtype != steady.dtype
+            or values.dtype != steady.dtype
+        ):
+            return None
+        length = steady.length
+        first = window.counts[0] + length
+        if first > steady.most:
+            return None
+        new = History.__new__(History)
+        new.__dict__.update(self.__dict__)
+        new.window, new._queries = window.grown(keys, values, length), length
+        return new, new._reading(steady, length)
+
+    def _reading(self, steady: Steady, queries: int) -> CacheView:
+        """The view of all tokens; of a sliding window those that the newest ``queries`` attend to together."""
+        window, bound = self.window, self.bound
+        assert window.keys is not None and window.values is not None
+        columns = steady.columns + window.counts[0]
+        hidden: tuple[int, ...] = ()
+        if self.sliding is not None:
+            shown = self._shown(self.lengths, queries)
+            hidden = tuple([n - m for n, m in zip(self.held, shown, strict=True)])
+            columns = max(shown)
+        return CacheView(
+            SideView(bound["keys"], steady.keys, window.keys, window.sink_keys),
+            SideView(bound["values"], steady.values, window.values, window.sink_values),
+            steady.sinks, steady.packed, tuple(window.counts), steady.dropped, hidden, columns, steady.even,
+        )  # fmt: skip
+
+    def _settled(self, keys: mx.array, values: mx.array, view: CacheView) -> Steady | None:
+        """What the next update of this shape finds; ``None`` where it has to look at everything."""
+        packed, counts = tuple(self.packed), self.window.counts
+        if view.packed != packed or not self.window.width:
+            return None
+        lengths, held = self.lengths, self.held
+        before = self.sinks + self.residual
+        free = room(lengths, packed, self.dropped, before, self.block, self.sliding, self.unit)
+        return Steady(
+            keys.shape, values.shape, keys.dtype, keys.shape[2], counts[0] + free, max(lengths) - counts[0],
+            max(held) - counts[0], view.even, view.sinks, packed, view.dropped, view.keys.pages, view.values.pages,
+        )  # fmt: skip
 
     def update(self, keys: mx.array, values: mx.array) -> CacheView:
         """Append L tokens (B, H, L, D) to every row and flush what has left the window.
@@ -90,6 +154,7 @@ class History:
         view = self._append(keys, values)
         self._queries = keys.shape[2]
         if not self._drop():
+            self._steady = self._settled(keys, values, view)
             return view
         parts = mx.depends([view.keys.exact, view.values.exact], self.arrays())
         sides = [attrs.evolve(s, exact=x) for s, x in zip((view.keys, view.values), parts, strict=True)]
@@ -187,8 +252,10 @@ class History:
         if first and bound.layout.sequence:
             block = bound.layout.block
             store.start(rows, bound.start(x[:, :, :block], positions[:, :block]))
-        pick = mx.array(rows, mx.int32)
-        sequence = {name: mx.take(a, pick, axis=0) for name, a in store.sequence.items()}
+        sequence = dict(store.sequence)
+        if sequence and len(rows) < self.rows:
+            pick = mx.array(rows, mx.int32)
+            sequence = {name: mx.take(a, pick, axis=0) for name, a in sequence.items()}
         store.append(rows, bound.pack(x, positions, sequence), x.shape[2])
 
     # ---- shrinking
@@ -275,14 +342,14 @@ class History:
 
     def draft(self) -> History:
         """A history to update or trim, which leaves this one as it is: both share all that does not change."""
-        new = copy.copy(self)
-        new.window, new.stores = self.window.copy(), dict(self.stores)
+        new = History.__new__(History)
+        new.__dict__.update(self.__dict__)
+        new.window, new.stores, new._steady = self.window.copy(), dict(self.stores), None
         return new
 
     def copy(self) -> History:
         """A history that shares the arrays: none is ever changed in place."""
-        new = self._empty(self.rows)
-        new.window = self.window.copy()
+        new = self.draft()
         new.stores = {side: store.copy() for side, store in self.stores.items()}
         return new
 
@@ -294,6 +361,8 @@ class History:
     def view(self, shown: Sequence[int] | None = None) -> CacheView:
         """All tokens as they are stored; of a sliding window those that the newest token attends to, or ``shown``."""
         assert self.window.keys is not None and self.window.values is not None
+        if shown is None and self._steady is not None:
+            return self._reading(self._steady, 1)
         shown = self._shown(self.lengths) if shown is None else shown
         return self._view(self.packed, self.window.counts, self.window.keys, self.window.values, shown)
 
@@ -303,6 +372,8 @@ class History:
         Raises:
             CacheStateError: some of it has left the sliding window for good.
         """
+        if self.sliding is None:
+            return self.view()
         shown = self._shown(self.lengths, self._queries)
         if any(n > held for n, held in zip(shown, self.held, strict=True)):
             raise CacheStateError(

@@ -11,11 +11,11 @@ from vq_core.api.facts import SIDES
 from vq_core.errors import SettingsError
 from vq_core.plugins.choice import SideChoice, choose
 
-Attention = Literal["auto", "kernel", "mlx", "reference"]
+Attention = Literal["auto", "matrix", "kernel", "mlx", "reference"]
 Fallback = Literal["error", "warn"]
 Kernels = Literal["auto", "off", "simulator"]
-ATTENTION: tuple[Attention, ...] = ("auto", "kernel", "mlx", "reference")
-ON_DEVICES: tuple[Attention, ...] = ("kernel",)
+ATTENTION: tuple[Attention, ...] = ("auto", "matrix", "kernel", "mlx", "reference")
+ON_DEVICES: tuple[Attention, ...] = ("matrix", "kernel")
 KERNELS: tuple[Kernels, ...] = ("auto", "off", "simulator")
 FALLBACK: tuple[Fallback, ...] = ("error", "warn")
 
@@ -42,7 +42,8 @@ class LayerPolicy:
         values: Method of the values.
         residual: The newest tokens that stay exact, R; up to R + block - 1 do.
         sink_tokens: The first tokens of the sequence that stay exact.
-        attention: ``"kernel"``: the fused kernel on packed codes, for up to 16 queries; ``"mlx"``: plain MLX
+        attention: ``"matrix"``: the fused kernel on tensor cores, for up to 16 queries, with pages held in the order
+            that it reads; ``"kernel"``: the fused kernel of every device; ``"mlx"``: plain MLX
             operations on packed codes; ``"reference"``: dense float32 attention over the decoded cache; ``"auto"``:
             the fastest that fits.
         fallback: What a failing probe of a method's attention or kernels does: ``"error"``, or ``"warn"``: go on

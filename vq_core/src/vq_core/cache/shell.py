@@ -8,9 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vq_core.api.facts import PrepareContext, Rope
+from vq_core.api.facts import Rope
 from vq_core.attention import view as views
-from vq_core.attention.choice import require
 from vq_core.attention.masks import causal_mask
 from vq_core.attention.packed import attend
 from vq_core.attention.view import CacheView
@@ -19,10 +18,9 @@ from vq_core.cache.policy import Attention, Fallback, Kernels, LayerPolicy
 from vq_core.cache.report import LayerReport, describe
 from vq_core.cache.rows import joined
 from vq_core.cache.shapes import DTYPES, check_pair, shape_of
+from vq_core.cache.sides import bind_sides
 from vq_core.cache.tagged import ReadCount, Strictness, tag
 from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
-from vq_core.plugins.binding import BoundSide, bind
-from vq_core.plugins.device import together
 from vq_core.plugins.registry import resolve
 
 
@@ -126,20 +124,9 @@ class PackedKVCache:
         name = str(dtype).removeprefix("mlx.core.")
         if name not in DTYPES:
             raise UnsupportedShapeError(f"keys and values of {name}: accepted are {', '.join(DTYPES)}")
-        sides: list[BoundSide] = []
-        ordered: list[BoundSide] = []
-        for side, choice in (("keys", self.policy.keys), ("values", self.policy.values)):
-            facts = resolve(choice.label).facts
-            ctx = PrepareContext(
-                side=side, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, dtype=name,  # type: ignore[arg-type]
-                layer=self.layer if facts and facts.per_layer else None, rope=self._rope, model=self._model,
-            )  # fmt: skip
-            given = (choice, ctx, self.policy.fallback, self.policy.kernels)
-            sides.append(bind(*given))
-            ordered.append(bind(*given, device=True) if self.device_form else sides[-1])
-        sides = together(ordered, sides)
-        if self.policy.attention == "kernel":
-            require(*sides)
+        shape = {"kv_heads": kv_heads, "key_dim": key_dim, "value_dim": value_dim, "dtype": name}
+        shape |= {"rope": self._rope, "model": self._model}
+        sides = bind_sides(self.policy, shape, self.layer, self.device_form)
         residual = self.policy.residual if self._flushes else EVERYTHING
         return History(sides[0], sides[1], residual, self.policy.sink_tokens, rows, self.sliding)
 
@@ -161,19 +148,26 @@ class PackedKVCache:
         Raises:
             UnsupportedShapeError: shapes or dtypes that do not fit each other or the cache; nothing has changed.
         """
+        # All on a history apart and one assignment: what fails or is interrupted has not happened.
+        made = None if self._history is None else self._history.step(keys, values)
+        if made is None:
+            draft = self._draft(keys, values)
+            made = draft, draft.update(keys, values)
+        known = self._strict_lengths is None or keys.shape[2] in self._strict_lengths
+        policy = self.policy
+        tags = tag(made[1], policy.attention, self.reads, known and self._strict, policy.fallback)
+        self._history = made[0]
+        self.reads.updates += 1
+        return tags
+
+    def _draft(self, keys: mx.array, values: mx.array) -> History:
+        """A history to append checked tokens to."""
         self._check(keys, values)
         history = self._history
         if history is None or (self.empty() and self._shape() != shape_of(keys, values)):
             # Not bound yet, or bound ahead of the first token to what the layer has turned out not to be.
             history = self._bind(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.shape[0])
-        # All on a draft and one assignment: what fails or is interrupted has not happened.
-        draft = history.draft()
-        known = self._strict_lengths is None or keys.shape[2] in self._strict_lengths
-        policy = self.policy
-        tags = tag(draft.update(keys, values), policy.attention, self.reads, known and self._strict, policy.fallback)
-        self._history = draft
-        self.reads.updates += 1
-        return tags
+        return history.draft()
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
         check_pair(keys, values)
@@ -258,7 +252,8 @@ class PackedKVCache:
     @property
     def offset(self) -> int:
         """Tokens of the longest row; the rotary position of the next token of an even batch."""
-        return 0 if self._history is None else max(self._history.lengths)
+        history = self._history
+        return 0 if history is None else history.longest
 
     def size(self) -> int:
         """Tokens that the next token can attend to."""
@@ -330,6 +325,8 @@ class PackedKVCache:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The causal mask of N new tokens, as mlx-lm's caches make it."""
+        if N == 1 and window_size is None:
+            return None
         return causal_mask(N, self.offset, self.sliding, window_size, return_array)
 
     @property

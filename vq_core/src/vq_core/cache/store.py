@@ -38,6 +38,8 @@ def _leading(array: mx.array, n: int, copy: bool = False) -> mx.array:
 
 
 def _along(array: mx.array, axis: int, begin: int, end: int) -> mx.array:
+    if (begin, end) == (0, array.shape[axis]):
+        return array
     return array[(slice(None),) * axis + (slice(begin, end),)]
 
 
@@ -68,9 +70,10 @@ class PageStore:
 
     def copy(self) -> PageStore:
         """A store of its own that shares the arrays: no array is ever changed in place."""
-        new = PageStore(self.layout, self.heads, self.rows)
+        new = PageStore.__new__(PageStore)
+        new.layout, new.heads, new.capacity, new._views = self.layout, self.heads, self.capacity, {}
         new.tokens, new.gone, new.owned = list(self.tokens), list(self.gone), [list(o) for o in self.owned]
-        new.paged, new.sequence, new.capacity = dict(self.paged), dict(self.sequence), self.capacity
+        new.paged, new.sequence = dict(self.paged), dict(self.sequence)
         return new
 
     @property
@@ -160,7 +163,7 @@ class PageStore:
             piece = _along(data[field.name], axis, 0, end - begin)
             for a, b in runs:
                 place = (slice(ids[a], ids[b - 1] + 1), *(slice(None),) * (axis - 1), slice(begin, end))
-                new[place] = piece[a:b]
+                new[place] = piece if together else piece[a:b]
             self.paged[field.name] = new
 
     def _extend(
@@ -297,22 +300,13 @@ class PageStore:
     # ---- reading
 
     def view(self, tokens: Sequence[int] | None = None) -> Pages:
-        """The pages of the first ``tokens[b]`` tokens of each row (all by default).
-
-        Only where they lie is kept until the next write: a kept tile would be held, and counted by nobody.
-        """
+        """The pages of the first ``tokens[b]`` tokens of each row (all by default); kept until the next write."""
         tokens = tuple(self.tokens if tokens is None else tokens)
         if tokens not in self._views:
-            self._views[tokens] = self._places(tokens)
-        places = self._views[tokens]
-        count, row = places.count, places.row
-        tile = {n: a if a.shape[0] == count else a[:count] for n, a in self.paged.items()}
-        for name, array in self.sequence.items():
-            tile[name] = array if row is None else mx.take(array, row, axis=0)
-        return Pages(tile, count, places.depth, row, places.table, places.held, places.place)
+            self._views[tokens] = self._read(tokens)
+        return self._views[tokens]
 
-    def _places(self, tokens: tuple[int, ...]) -> Pages:
-        """A reading without its tile."""
+    def _read(self, tokens: tuple[int, ...]) -> Pages:
         pages = [-(-n // self.layout.page) for n in tokens]
         depth, rows = max(pages), self.rows
         regular = all(owned[: pages[b]] == list(range(b, b + depth * rows, rows)) for b, owned in enumerate(self.owned))
@@ -333,4 +327,5 @@ class PageStore:
                     "held": mx.array([[d < n for d in range(depth)] for n in pages]),
                     "place": mx.array(place, mx.int32),
                 }
-        return Pages({}, count, depth, row, **extra)
+        # Copies: a later write exchanges arrays in the store's own dictionaries.
+        return Pages(None, count, depth, row, paged=dict(self.paged), sequence=dict(self.sequence), **extra)

@@ -53,9 +53,9 @@ class ReadCount:
         return self.updates - self.read
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Reading:
-    """What a pair of tags stands for."""
+    """What a pair of tags stands for; not to be changed."""
 
     view: CacheView
     tier: str
@@ -143,6 +143,9 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", 
     setattr(StrictTag, f"__{_name}__", _operator(f"__{_name}__"))
 
 
+_TAGS: tuple[type, ...] = (StrictTag, TaggedArray)
+
+
 def tag(
     view: CacheView, attention: str, reads: ReadCount, strict: bool | Strictness, fallback: str = "error"
 ) -> tuple[Any, Any]:
@@ -164,11 +167,13 @@ def reading_of(keys: Any, values: Any) -> Reading | None:
 
     One key tag as both is latent attention: the reading then has the key side as its values.
     """
-    if type(keys) not in (TaggedArray, StrictTag) or type(values) not in (TaggedArray, StrictTag):
+    if type(keys) not in _TAGS or type(values) not in _TAGS:
         return None
     reading: Reading = keys.vq_reading
-    if keys is values and keys.vq_side == "keys":
+    if values.vq_reading is not reading or keys.vq_side != "keys":
+        return None
+    if keys is values:
         reading.reads.latent += 1
-        return attrs.evolve(reading, view=views.latent(reading.view))
-    same = values.vq_reading is reading and (keys.vq_side, values.vq_side) == ("keys", "values")
-    return reading if same else None
+        latent: Reading = attrs.evolve(reading, view=views.latent(reading.view))
+        return latent
+    return reading if values.vq_side == "values" else None

@@ -74,6 +74,15 @@ class Window:
             return (mx.depends(fresh[0], self.keys), fresh[1]) if self.anchored and self.keys is not None else fresh
         return mx.concatenate([self.keys, keys], axis=2), mx.concatenate([self.values, values], axis=2)
 
+    def grown(self, keys: mx.array, values: mx.array, length: int) -> Window:
+        """A window, not empty, with L new tokens at its right; this one stays as it is."""
+        assert self.keys is not None and self.values is not None
+        new = Window.__new__(Window)
+        new.__dict__.update(self.__dict__)
+        new.keys, new.values = mx.concatenate([self.keys, keys], 2), mx.concatenate([self.values, values], 2)
+        new.counts = [n + length for n in self.counts]
+        return new
+
     def keep_sinks(self, rows: Sequence[int], keys: mx.array, values: mx.array) -> None:
         """Store the first tokens (len(rows), H, s, D) of rows that flush for the first time."""
         count = keys.shape[2]
@@ -90,8 +99,9 @@ class Window:
 
     def copy(self) -> Window:
         """A window that shares the arrays: none is changed in place."""
-        new = Window(len(self.counts))
-        new.__dict__.update({k: list(v) if isinstance(v, list) else v for k, v in self.__dict__.items()})
+        new = Window.__new__(Window)
+        new.__dict__.update(self.__dict__)
+        new.counts, new.approximate, new.sinks = list(self.counts), list(self.approximate), list(self.sinks)
         return new
 
     def select(self, rows: Sequence[int]) -> Window:

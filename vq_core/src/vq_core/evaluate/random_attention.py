@@ -28,6 +28,12 @@ PAIRS = (
     ("kivi:bits=2", "kivi:bits=2"), ("kivi:bits=4", "kivi:bits=4"), ("kivi:bits=3", "kivi:bits=8"),
     ("kivi:bits=4,group_size=64", "kivi:bits=2"),
 )  # fmt: skip
+MATRIX_PAIRS = (
+    ("kivi:bits=2", "kivi:bits=2"), ("kivi:bits=4", "kivi:bits=4"), ("kivi:bits=2", "kivi:bits=4"),
+    ("kivi:bits=8", "kivi:bits=2"),
+)  # fmt: skip
+"""What tensor cores serve: sizes and masks are theirs too."""
+MATRIX_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 SIZES = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256))
 RATIOS = (1, 2, 3, 4, 6, 7, 8, 16)
 BOUND = {"float16": 2e-3, "bfloat16": 3e-3, "float32": 1e-5}
@@ -73,18 +79,23 @@ class Configuration:
     seed: int
 
 
-def variants(rng: np.random.Generator, count: int, pairs: Sequence[tuple[str, str]] = PAIRS) -> list[Variant]:
+def variants(
+    rng: np.random.Generator, count: int, pairs: Sequence[tuple[str, str]] = PAIRS, matrix: bool = False
+) -> list[Variant]:
     """So many, every pair and every size among them where there are enough."""
+    sizes = MATRIX_SIZES if matrix else SIZES
     found: dict[Variant, None] = {}
     for n in range(count):
         keys, values = pairs[n % len(pairs)]
-        D, Dv = SIZES[(n // len(pairs) + n) % len(SIZES)]
-        dtype = ("float16", "bfloat16", "float16", "float32")[int(rng.integers(4))]
+        D, Dv = sizes[(n // len(pairs) + n) % len(sizes)]
+        dtype = ("float16", "bfloat16", "float16", "float16" if matrix else "float32")[int(rng.integers(4))]
         found[Variant(keys, values, D, Dv, dtype)] = None
     return list(found)
 
 
-def configurations(seed: int, count: int, among: Sequence[Variant], longest: int = 1500) -> Iterator[Configuration]:
+def configurations(
+    seed: int, count: int, among: Sequence[Variant], longest: int = 1500, matrix: bool = False
+) -> Iterator[Configuration]:
     """Random cases, the same for the same arguments."""
     rng = np.random.default_rng(seed)
     for n in range(count):
@@ -95,7 +106,7 @@ def configurations(seed: int, count: int, among: Sequence[Variant], longest: int
         tokens = [int(math.exp(rng.uniform(0, math.log(longest)))) + residual + sinks + 80 for _ in range(rows)]
         lengths = tuple([tokens[0]] * rows if even else tokens)
         queries = int(rng.choice([1, 1, 1, 2, 3, 5, 8, 16]))
-        masks = ["", "causal", "causal", "bool", "additive", "padding"]
+        masks = ["", "causal", "causal", *([] if matrix else ["bool", "additive", "padding"])]
         yield Configuration(
             among[n % len(among)], lengths, int(rng.choice([1, 2, 3])), int(rng.choice(RATIOS)), queries,
             str(rng.choice(masks)), residual, sinks, bool(rng.integers(2)), int(rng.integers(2**31)),
@@ -150,10 +161,11 @@ def run(
     pairs: Sequence[tuple[str, str]] = PAIRS, longest: int = 1500,
 ) -> dict[str, Any]:  # fmt: skip
     """Errors of ``count`` cases by dtype, and every case beyond its bound."""
-    among = variants(np.random.default_rng(seed), compiled, pairs)
+    matrix = attention == "matrix"
+    among = variants(np.random.default_rng(seed), compiled, pairs, matrix)
     worst: dict[str, float] = {}
     failed = []
-    for case in configurations(seed, count, among, longest):
+    for case in configurations(seed, count, among, longest, matrix):
         found = error(case, attention, kernels)
         dtype = case.variant.dtype
         worst[dtype] = max(worst.get(dtype, 0.0), found)
@@ -184,7 +196,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         for path in given.plugin:
             stack.enter_context(registered(load_plugin(path), path.stem))
-        pairs = [tuple(p.split("+", 1)) for p in given.pair] or list(PAIRS)
+        default = MATRIX_PAIRS if given.attention == "matrix" else PAIRS
+        pairs = [tuple(p.split("+", 1)) for p in given.pair] or list(default)
         found = run(given.seed, given.count, given.variants, given.attention, given.kernels, pairs, given.longest)
     found = {"environment": environment(), "attention": given.attention} | found
     if given.json:

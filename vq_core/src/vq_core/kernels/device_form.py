@@ -12,6 +12,7 @@ from vq_core.api.layout import Layout
 from vq_core.errors import PluginError
 from vq_core.kernels.kernel import BACKENDS, Backend, Kernel
 from vq_core.kernels.skeleton.matrix import MatrixSnippet
+from vq_core.kernels.skeleton.snippet import Snippet
 
 
 @attrs.frozen(eq=False)
@@ -28,6 +29,7 @@ class DeviceForm:
         run: Called with ``state, x, positions, sequence, backend``; rows of ``to_device``, bit for bit. ``None``: the
             method packs, and ``to_device`` orders.
         matrix: The snippet for tensor cores that reads the form, if there is one.
+        snippet: The snippet of the portable skeleton that reads the form: for masks, prefill and other devices.
         declines: Why it does not serve a layer side, given the state; empty where it does.
     """
 
@@ -39,6 +41,7 @@ class DeviceForm:
     kernels: Sequence[Kernel] = ()
     run: Callable[..., Mapping[str, mx.array]] | None = None
     matrix: Callable[[Any], MatrixSnippet] | None = None
+    snippet: Callable[[Any], Snippet] | None = None
     declines: Callable[[Any], str] = attrs.field(default=lambda state: "")
 
     def __attrs_post_init__(self) -> None:

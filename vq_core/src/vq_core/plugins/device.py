@@ -209,7 +209,8 @@ def _in(bound: BoundSide, form: DeviceForm, backend: str, declined: tuple[str, .
         attend=None if bound.attend is None else InOrder(bound.attend, canonical),
         both=pack,
         decode=decode,
-        snippet=None,  # its text reads the canonical order
+        # The method's own snippet reads the canonical order.
+        snippet=None if form.snippet is None else _guarded(bound, form, lambda: form.snippet(bound.state)),  # type: ignore[misc]
         held=Held(form, bound.layout, None if form.matrix is None else form.matrix(bound.state)),
     )
 

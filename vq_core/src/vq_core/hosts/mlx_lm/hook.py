@@ -8,6 +8,7 @@ tag go to what was there before.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,10 @@ _BEFORE = "vq_before"
 
 _lock = threading.RLock()
 _users = 0
+_lease: Lease | None = None
+"""What strict tags hold; ``None`` while there are no users."""
 _leases = 0
+"""Leases that still exist: the one above, and those of before that tags still hold."""
 
 
 def _reading_tags(before: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,11 +39,10 @@ def _reading_tags(before: Callable[..., Any]) -> Callable[..., Any]:
         if reading is None:
             k, v = (x.dense() if type(x) is StrictTag else x for x in (k, v))
             return before(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)
-        stream = rest.get("stream")
-        if stream is None:
-            return reading.attend(q, scale=scale, mask=mask, sinks=sinks)
-        with mx.stream(stream):
-            return reading.attend(q, scale=scale, mask=mask, sinks=sinks)
+        if rest and rest.get("stream") is not None:
+            with mx.stream(rest["stream"]):
+                return reading.attend(q, scale=scale, mask=mask, sinks=sinks)
+        return reading.attend(q, scale=scale, mask=mask, sinks=sinks)
 
     setattr(attention, _BEFORE, before)
     return attention
@@ -47,9 +50,11 @@ def _reading_tags(before: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Replace the attribute, once; further calls only count."""
-    global _users
+    global _users, _lease
     with _lock:
         _users += 1
+        if _lease is None:
+            _lease = Lease()
         if not installed():
             mx.fast.scaled_dot_product_attention = _reading_tags(mx.fast.scaled_dot_product_attention)
 
@@ -60,9 +65,11 @@ def uninstall() -> None:
     While another thread is between a layer's update and its attention, that attention is waited for: ours is taken
     away when the last strict tag is gone.
     """
-    global _users
+    global _users, _lease
     with _lock:
         _users = max(0, _users - 1)
+        if not _users:
+            _lease = None  # the last to hold it, now or later, takes ours away
         _remove_unused()
 
 
@@ -81,19 +88,28 @@ class WhileInstalled:
 
     def lease(self) -> Lease | None:
         """To be held by strict tags; ``None`` where they must not be strict."""
-        global _leases
-        with _lock:
-            if not _users or not installed():
-                return None
-            _leases += 1
-            return Lease()
+        # No lock: asked at every update. What is read here is held before anything is decided, and a lease that is
+        # held keeps ours in place, however many are uninstalled meanwhile.
+        lease = _lease
+        return lease if lease is not None and installed() else None
 
 
 class Lease:
-    """Keeps attention ours until it is gone."""
+    """Keeps attention ours until nobody holds it; one is shared by all tags while there are users.
 
-    def __del__(self) -> None:
+    Python counts who holds it, so that no step has to.
+    """
+
+    def __init__(self) -> None:
         global _leases
         with _lock:
-            _leases -= 1
-            _remove_unused()
+            _leases += 1
+        # Not ``__del__``: that would run, and fail, while the interpreter takes this module apart.
+        weakref.finalize(self, _returned).atexit = False
+
+
+def _returned() -> None:
+    global _leases
+    with _lock:
+        _leases -= 1
+        _remove_unused()

@@ -140,6 +140,7 @@ class MatrixText:
         packed: The packed tokens, of splits from ``exact_splits`` on.
         dynamic_bytes: Of threadgroup memory.
         threads: Of a threadgroup.
+        step: Tokens that a warp takes at once.
     """
 
     header: str
@@ -148,6 +149,7 @@ class MatrixText:
     packed: str
     dynamic_bytes: int
     threads: int
+    step: int
 
 
 def matrix_text(keys: MatrixSnippet, values: MatrixSnippet, laid: MatrixPlan | None = None) -> MatrixText:
@@ -190,7 +192,8 @@ def matrix_text(keys: MatrixSnippet, values: MatrixSnippet, laid: MatrixPlan | N
 
     header = "\n".join([f"#define UNIT {laid.unit}u", *defines, text.HEADER, keys.text, values.text])
     return MatrixText(
-        header, filled(text.SHARED), filled(text.COMMON), filled(text.PACKED), bytes_, laid.warps * BLOCK
+        header, filled(text.SHARED), filled(text.COMMON), filled(text.PACKED), bytes_, laid.warps * BLOCK,
+        laid.unit * BLOCK,
     )  # fmt: skip
 
 
@@ -249,7 +252,7 @@ def matrix_pass(
         cases=cases,
         exact=False,
         tolerance=4e-3,
-        check=lambda call: _wrong(call, keys, values),
+        check=lambda call: wrong(call, keys, values),
         backends=("cuda", "simulator"),
         dynamic_bytes=parts.dynamic_bytes,
         compared=merged,
@@ -267,7 +270,7 @@ def scale_bits(scale: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", scale * math.log2(math.e)))[0])
 
 
-def _wrong(call: Call, keys: MatrixSnippet, values: MatrixSnippet) -> str:
+def wrong(call: Call, keys: MatrixSnippet, values: MatrixSnippet) -> str:
     """Why the skeleton cannot do a call; nothing if it can."""
     q, rows, numbers = call.shapes["q"], call.shapes["rows"], call.numbers
     if len(q) != 4 or q[3] != keys.head_dim or min(q) < 1:
@@ -291,7 +294,7 @@ def _wrong(call: Call, keys: MatrixSnippet, values: MatrixSnippet) -> str:
             if math.prod(shape) >= MOST_ELEMENTS:
                 return f"{k}_{field.name} {shape} has {MOST_ELEMENTS} elements or more"
         table = call.shapes[f"{k}_table"]
-        if len(table) != 2 or table[0] != q[0]:
+        if len(table) != 2 or (table[0] != q[0] and not numbers["regular"]):
             return f"{k}_table {table} must be ({q[0]}, depth)"
     if q[1] % (heads or 1):
         return f"{q[1]} query heads are no multiple of the {heads} KV heads"

@@ -91,7 +91,7 @@ VQ_FN float2 {self.prefix}_affine({takes}int t, int c) {{
         )
         for a in self.pointers:
             if a.size:
-                page = f"({p}_{a.name}_shape[0] == 1 ? 0u : {p}_page)" if a.sequence else f"{p}_page"
+                page = "b" if a.sequence else f"{p}_page"
                 lines.append(f"const uint {p}_at_{a.name} = ({page} * H + head) * {a.size}u;")
         return "\n".join(lines)
 

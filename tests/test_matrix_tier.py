@@ -1,0 +1,100 @@
+"""The tier on tensor cores, in the simulator: against dense attention and the portable tier, chosen, refused, saved."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from vq_core import PackedKVCache, UnsupportedShapeError
+from vq_core.attention.packed import attend
+from vq_core.evaluate.random_attention import MATRIX_PAIRS, run
+from vq_core.testing.observe import assert_same
+
+
+@pytest.mark.parametrize("seed", [21, 22])
+def test_random_caches(seed: int) -> None:
+    """Shapes, query ratios, causal masks, rows of unequal length, first tokens, sinks, pairs of widths."""
+    found = run(seed, 40, 6, "matrix", "simulator", MATRIX_PAIRS, longest=500)
+    assert set(found["worst"]) == {"float16", "bfloat16"}
+    assert not found["failed"], f"{len(found['failed'])} of 40, the first: {found['failed'][0]}"
+
+
+def random(seed: int, *shape: int, dtype: mx.Dtype = mx.float16) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(dtype)
+
+
+def filled(D: int = 64, dtype: mx.Dtype = mx.float16, **options: object) -> PackedKVCache:
+    options = {"method": "kivi:bits=2", "residual": 16, "attention": "matrix", "kernels": "simulator"} | options
+    cache = PackedKVCache(**options)  # type: ignore[arg-type]
+    cache.update_and_fetch(random(1, 1, 2, 300, D, dtype=dtype), random(2, 1, 2, 300, D, dtype=dtype))
+    return cache
+
+
+def test_both_tiers_agree() -> None:
+    """Within the sum of their bounds, on one cache: array masks go to the portable tier, in the same order of pages."""
+    cache, q = filled(), random(3, 1, 8, 2, 64)
+    outs = [np.array(attend(cache._view(), q, scale=0.125, mask="causal", tier=t)) for t in ("matrix", "kernel")]
+    causal = mx.arange(300)[None] <= mx.arange(298, 300)[:, None]
+    outs.append(np.array(attend(cache._view(), q, scale=0.125, mask=causal, tier="auto")))
+    a, b, c = (x.astype(np.float32) for x in outs)
+    assert np.linalg.norm(a - b) < 2e-3 * np.linalg.norm(b) and np.array_equal(b, c)
+    assert np.array_equal(outs[0], np.array(cache.attend(q, scale=0.125, mask="causal"))), "repeated runs are identical"
+
+
+def test_the_report_names_it() -> None:
+    cache = filled()
+    cache.attend(random(3, 1, 4, 1, 64), scale=0.125)
+    report = cache.report()
+    assert report.attention == (
+        "matrix (simulator): attend_matrix_kivi2_k64_kivi2_v64_float16; masks that are arrays by the kernel; "
+        "prefill by decoding to a scratch"
+    )
+    assert any("device: kivi_m16n8k16 (" in line for line in report.operations)
+    # The simulator is no CUDA device: left to itself it takes the tier of every device.
+    auto = filled(attention="auto")
+    auto.attend(random(3, 1, 4, 1, 64), scale=0.125)
+    assert "(matrix: kivi holds its keys in no form for tensor cores)" in auto.report().attention
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"D": 80}, "kivi holds its keys in no form for tensor cores"),
+        ({"dtype": mx.float32}, "kivi holds its keys in no form for tensor cores"),
+        ({"method": "kivi:bits=3"}, "kivi holds its keys in no form for tensor cores"),
+        ({"method": "kivi:bits=2,group_size=64"}, "kivi holds its keys in no form for tensor cores"),
+        ({"method": "example:bits=2"}, "example holds its keys in no form for tensor cores"),
+        ({"kernels": "off"}, "kernels='off'"),
+        ({"kernels": "auto"}, "no kernels on Device\\(cpu, 0\\)"),
+    ],
+)
+def test_refused_by_name(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UnsupportedShapeError, match=f"attention='matrix': .*{words}"):
+        filled(**options)  # type: ignore[arg-type]
+
+
+def test_array_masks_are_refused_by_name_only() -> None:
+    cache, q = filled(), random(3, 1, 4, 1, 64)
+    with pytest.raises(UnsupportedShapeError, match="attention='matrix': masks that are arrays are not for tensor"):
+        cache.attend(q, scale=0.125, mask=mx.ones((1, 300), mx.bool_))
+    got = attend(cache._view(), q, scale=0.125, mask=mx.ones((1, 300), mx.bool_), tier="auto")
+    want = attend(cache._view(), q, scale=0.125, tier="reference")
+    assert np.abs(np.array(got) - np.array(want)).max() < 2e-3
+
+
+def test_a_saved_cache_is_the_same_as_one_in_canonical_order() -> None:
+    """And loads where there are no tensor cores."""
+    ordered, plain = filled(), filled(attention="auto", kernels="off")
+    assert_same(list(ordered.decode()), list(plain.decode()), "decoded")
+    back = PackedKVCache.from_state(ordered.state)
+    assert back.policy.attention == "auto"
+    assert_same(list(back.decode()), list(plain.decode()), "loaded")
+
+
+def test_prefill_reads_the_device_form() -> None:
+    cache, q = filled(D=96), random(5, 1, 4, 30, 96)
+    got = cache.attend(q, scale=0.1, mask="causal")
+    want = attend(cache._view(), q, scale=0.1, mask="causal", tier="reference")
+    a, b = (np.array(x.astype(mx.float32)) for x in (got, want))
+    assert np.linalg.norm(a - b) < 2e-3 * np.linalg.norm(b)

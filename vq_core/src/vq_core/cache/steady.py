@@ -1,0 +1,64 @@
+"""What stays as it is from one update to the next, which most decode steps find: nothing is packed or dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import mlx.core as mx
+
+from vq_core.attention.pages import Pages
+
+
+@attrs.define(eq=False)
+class Steady:
+    """Facts of a history that hold until tokens are packed or dropped; not to be changed.
+
+    All rows grow by the same number, so what differs between rows is told relative to the first row's exact tokens.
+
+    Attributes:
+        keys_shape, values_shape, dtype: Of the last update, which was accepted: (B, H, L, D).
+        length: L.
+        most: Exact tokens that the first row may grow to before an update has more to do than append.
+        longest: Tokens of the longest sequence, without the first row's exact ones.
+        columns: The same of what is held: T.
+        even: Whether all rows hold the same numbers of tokens.
+        sinks, packed, dropped: Tokens of each row.
+        keys, values: The packed pages.
+    """
+
+    keys_shape: tuple[int, ...]
+    values_shape: tuple[int, ...]
+    dtype: mx.Dtype
+    length: int
+    most: int
+    longest: int
+    columns: int
+    even: bool
+    sinks: tuple[int, ...]
+    packed: tuple[int, ...]
+    dropped: tuple[int, ...]
+    keys: Pages
+    values: Pages
+
+
+def room(
+    lengths: Sequence[int], packed: Sequence[int], dropped: Sequence[int], before: int, block: int,
+    sliding: int | None, unit: int,
+) -> int:  # fmt: skip
+    """How many tokens may still join every row before one of them packs a block or drops a page.
+
+    Args:
+        lengths, packed, dropped: Tokens of each row.
+        before: Sink tokens and the residual window.
+        block: Tokens that are packed together.
+        sliding: The sliding window, ``None`` for none.
+        unit: Tokens that are dropped together.
+    """
+    found = []
+    for t, n, d in zip(lengths, packed, dropped, strict=True):
+        found.append(before + ((d + n) // block + 1) * block - 1 - t)
+        gone = (d // unit + 1) * unit
+        if sliding is not None and d + n >= gone:
+            found.append(sliding + gone - 1 - t)
+    return min(found)

@@ -1,0 +1,135 @@
+"""The matrix pass with the exact tokens in the same launch: one kernel for a pair of methods in device form."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import attrs
+import mlx.core as mx
+
+from vq_core.errors import UnsupportedShapeError
+from vq_core.kernels.kernel import Call, Kernel, Output
+from vq_core.kernels.skeleton import portable
+from vq_core.kernels.skeleton.kernels import MERGE
+from vq_core.kernels.skeleton.matrix import NUMBERS, MatrixSnippet, matrix_text, wrong
+from vq_core.kernels.skeleton.summing import GROUPS, merge
+
+COLUMNS = 8
+"""Query rows of a threadgroup: the columns of a tensor-core tile."""
+DTYPES = ("float16", "bfloat16")
+PROCESSORS = 132
+"""Of an H200: how many threadgroups run at once decides how finely a pass is split, not whether it is right."""
+THREADGROUP_MEMORY = 227 * 1024
+RESERVED = 1024
+
+
+@attrs.frozen(eq=False)
+class MatrixPair:
+    """The kernels of one key side with one value side.
+
+    Attributes:
+        run: The pass over packed and exact tokens.
+        merge: The merging of its splits.
+        step: Packed tokens that a warp takes at once.
+        slots: Threadgroups that run at once.
+        fields: For each side the fields in the order in which the kernel takes them.
+    """
+
+    run: Kernel
+    merge: Kernel
+    step: int
+    slots: int
+    fields: tuple[tuple[str, ...], tuple[str, ...]]
+
+
+_lock = threading.Lock()
+_made: dict[str, MatrixPair] = {}
+
+
+def matrix_pair(keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> MatrixPair:
+    """The kernels for two snippets and exact tokens of a dtype.
+
+    Raises:
+        UnsupportedShapeError: tensor cores take 16-bit floats.
+    """
+    if dtype not in DTYPES:
+        raise UnsupportedShapeError(f"tensor cores take float16 and bfloat16 queries, not {dtype}")
+    name = f"attend_matrix_{keys.name}_{values.name}_{dtype}"
+    with _lock:
+        if name not in _made:
+            _made[name] = _pair(name, keys, values, dtype)
+        return _made[name]
+
+
+def _pair(name: str, keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> MatrixPair:
+    parts = matrix_text(keys, values)
+    D, V = keys.head_dim, values.head_dim
+    weights = GROUPS * portable.EXACT_UNIT * COLUMNS
+    exact_bytes = 4 * (D * COLUMNS + weights + GROUPS * V * COLUMNS)
+    dynamic = max(parts.dynamic_bytes, exact_bytes)
+    body = f"""
+{parts.shared}
+{parts.common}
+if (split < exact_splits) {{
+const uint heads = Hq, head = h, total = M, sg = warp, thread = thread_index_in_threadgroup;
+{{
+const int M = {COLUMNS};
+VQ_SHARED_PTR(float) queries = vq_view<float>(ring);
+VQ_SHARED_PTR(float) weights = queries + {D * COLUMNS}u;
+VQ_SHARED_PTR(float) partial = weights + {weights}u;
+{portable.FACTS}
+{portable.exact_part(D, V, dtype, masks=False)}
+{merge(V, V, V)}
+}}
+}} else {{
+{parts.packed}
+}}
+"""
+    fields = [(f"{s.prefix}_{f.name}", f.dtype) for s in (keys, values) for f in s.fields]
+
+    def partial(*last: int) -> Output:
+        def shape(call: Call) -> tuple[int, ...]:
+            B, Hq, L, _ = call.shapes["q"]
+            H = call.shapes["exact_k"][1]
+            return (B, H, call.numbers["splits"], Hq // H * L, *last)
+
+        return Output("float32", shape)
+
+    def threadgroups(call: Call) -> tuple[int, int, int]:
+        B, Hq, L, _ = call.shapes["q"]
+        H = call.shapes["exact_k"][1]
+        return (call.numbers["splits"], H * -(-(Hq // H * L) // COLUMNS), B)
+
+    def check(call: Call) -> str:
+        exact = (call.shapes["exact_k"][3:], call.shapes["exact_v"][3:])
+        return wrong(call, keys, values) or ("" if exact == ((D,), (V,)) else f"exact tokens of head sizes {exact}")
+
+    run = Kernel(
+        name=name,
+        stands_for="attend",
+        body=body,
+        header=parts.header,
+        inputs={"q": "Q", "rows": "int32"}
+        | {"exact_k": dtype, "exact_v": dtype, "sink_k": dtype, "sink_v": dtype}
+        | {"k_table": "int32", "v_table": "int32"} | dict(fields),
+        outputs={"sums": partial(V), "tops": partial(2)},
+        parameters={"Q": (dtype,)},
+        numbers=(*NUMBERS, "length"),
+        threads=lambda call: (parts.threads, 1, 1),
+        threadgroups=threadgroups,
+        equals=_not_here,
+        cases=lambda: (),
+        exact=False,
+        tolerance=4e-3,
+        check=check,
+        backends=("cuda", "simulator"),
+        dynamic_bytes=dynamic,
+    )  # fmt: skip
+    slots = PROCESSORS * max(1, min(3, THREADGROUP_MEMORY // (dynamic + RESERVED)))
+    names = tuple(tuple(f.name for f in s.fields) for s in (keys, values))
+    return MatrixPair(run, MERGE, parts.step, slots, names)  # type: ignore[arg-type]
+
+
+def _not_here(*inputs: mx.array, **parameters: object) -> Sequence[mx.array]:
+    raise NotImplementedError
