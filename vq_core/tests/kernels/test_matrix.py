@@ -157,7 +157,7 @@ VQ_SHARED(uint, s, 512);
 const uint lane = thread_index_in_simdgroup, t = thread_index_in_threadgroup;
 vq_copy_async(vq_view<uint4>(s) + t, vq_view<uint4>(x) + t);
 vq_copy_commit();
-vq_copy_async(vq_view<uint4>(s) + (t + 64u), vq_view<uint4>(x) + (t + 64u));
+vq_copy_async(vq_view<uint4>(s) + t, vq_view<uint4>(x) + t, 64);
 vq_copy_commit();
 vq_copy_wait<1>();
 {BARRIER}
@@ -192,9 +192,19 @@ def test_a_copy_is_there_after_wait_and_barrier(seed: int) -> None:
         (f"vq_copy_wait<0>();\n{BARRIER}", "vq_copy_wait<0>();", "(race|copy_unfinished)", "barrier"),
         (f"vq_copy_wait<0>();\n{BARRIER}", f"{BARRIER}\nvq_copy_wait<0>();", "(race|copy_unfinished)", "barrier"),
         ("vq_copy_wait<1>();", "s[4u * t] = 1u;\nvq_copy_wait<1>();", "copy_unfinished", "has not waited"),
-        ("(s) + (t + 64u)", "(s) + (t + 65u)", "shared_outside", "which has 512 elements"),
-        ("(x) + (t + 64u)", "(x) + (t + 65u)", "read_outside", "Missing bound check"),
-        ("(s) + (t + 64u)", "(s) + (t / 2u + 64u)", "(race|copy_unfinished)", "threadgroup memory s"),
+        (
+            "(s) + t, vq_view<uint4>(x) + t, 64",
+            "(s) + (t + 1u), vq_view<uint4>(x) + t, 64",
+            "shared_outside",
+            "which has 512 elements",
+        ),
+        ("(x) + t, 64", "(x) + t + 1, 64", "read_outside", "Missing bound check"),
+        (
+            "(s) + t, vq_view<uint4>(x) + t, 64",
+            "(s) + t / 2u, vq_view<uint4>(x) + t, 64",
+            "(race|copy_unfinished)",
+            "threadgroup memory s",
+        ),
     ],
 )
 def test_a_copy_not_waited_for_is_seen(old: str, new: str, kind: str, said: str) -> None:

@@ -123,8 +123,9 @@ VQ_FN float vq_exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
   return y;
 }
-VQ_FN void vq_copy_async(uint4* to, const uint4* from) {
-  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(uint(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+VQ_FN void vq_copy_async(uint4* to, const uint4* from, int at = 0) {
+  const uint place = uint(__cvta_generic_to_shared(to)) + 16u * uint(at);
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(place), "l"(from + at) : "memory");
 }
 VQ_FN void vq_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> VQ_FN void vq_copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }

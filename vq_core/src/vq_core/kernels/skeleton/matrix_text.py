@@ -22,9 +22,12 @@ VQ_FN float2 matrix_floats(uint pair, bfloat) {
 }
 VQ_FN uint matrix_times(uint a, uint b) { return as_type<uint>(as_type<half2>(a) * as_type<half2>(b)); }
 template <int N> VQ_FN void matrix_copy(VQ_SHARED_PTR(uint4) to, VQ_GLOBAL(uint4) from, uint lane) {
+  // One address a side, and constants apart: a sum of uints would be an address of its own.
+  VQ_SHARED_PTR(uint4) mine = to + lane;
+  VQ_GLOBAL(uint4) theirs = from + lane;
   VQ_UNROLL
-  for (uint i = 0u; i < uint(N); i += 32u)
-    if (N % 32 == 0 || i + lane < uint(N)) vq_copy_async(to + (i + lane), from + (i + lane));
+  for (int i = 0; i < N; i += 32)
+    if (N % 32 == 0 || i + int(lane) < N) vq_copy_async(mine, theirs, i);
 }
 """
 

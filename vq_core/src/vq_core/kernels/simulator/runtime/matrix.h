@@ -54,9 +54,10 @@ enum { VQ_COPIES = 256 };
 struct vq_copy { const vq_shared_memory* m; int64_t byte; uint group; uint64_t data[2]; };
 static vq_copy vq_copies[VQ_LANES][VQ_COPIES];
 
-template <class T> VQ_FN void vq_copy_async(vq_shared_ptr<T> to, vq_in<T> from, VQ_HERE) {
+template <class T> VQ_FN void vq_copy_async(vq_shared_ptr<T> to, vq_in<T> from, int at = 0, VQ_HERE) {
   static_assert(sizeof(T) == 16, "vq_copy_async moves 16 bytes: vq_view<uint4> of both");
-  const T value = from[vq_index(0, line, file)];
+  const T value = from[vq_index(at, line, file)];
+  to.at += 16 * int64_t(at);
   vq_touch_shared(to.m, to.at, 16, 16, true, line, file);
   if (vq_me->copies == VQ_COPIES) {
     vq_report& r = vq_error(VQ_COPIES_MANY, line, file);
