@@ -76,14 +76,9 @@ def fit_of(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtyp
     return found
 
 
-def told(view: CacheView) -> tuple[str, str]:
-    """What the kernel tier is for a reading, for the report, or why it is not taken."""
-    return _told(fit(view))
-
-
-def told_of(keys: BoundSide, values: BoundSide) -> tuple[str, str]:
-    """The same of two sides that hold nothing yet."""
-    return _told(fit_of(keys, values, getattr(mx, keys.ctx.dtype), (), ()))
+def told_of(keys: BoundSide, values: BoundSide, key_fields: Dtypes = (), value_fields: Dtypes = ()) -> tuple[str, str]:
+    """What serves a decode step of two sides, for the report, or why plain operations do."""
+    return _told(fit_of(keys, values, getattr(mx, keys.ctx.dtype), key_fields, value_fields))
 
 
 def latent(keys: BoundSide, values: BoundSide) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from vq_core.attention.choice import told, told_of
+from vq_core.attention.choice import told_of
 from vq_core.cache.history import History
 from vq_core.cache.policy import LayerPolicy
 from vq_core.cache.tagged import ReadCount
@@ -121,7 +121,11 @@ def _tier(policy: LayerPolicy, history: History) -> str:
     """The tier of a decode step, and why it is not a faster one."""
     if policy.attention in ("mlx", "reference"):
         return policy.attention
-    said, why = told(history.view()) if any(history.lengths) else told_of(*history.bound.values())
+    fields = []
+    for side, bound in history.bound.items():
+        held = history.stores[side].paged | history.stores[side].sequence
+        fields.append(tuple(held[f.name].dtype for f in bound.layout.fields) if held and bound.layout.widens else ())
+    said, why = told_of(history.bound["keys"], history.bound["values"], *fields)
     return said or f"mlx (kernel: {why})"
 
 
