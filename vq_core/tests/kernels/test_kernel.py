@@ -11,7 +11,7 @@ import pytest
 
 from vq_core.errors import KernelError, PluginError, UnsupportedShapeError
 from vq_core.kernels import Output, device_backend
-from vq_core.kernels.kernel import ATTRIBUTES, stripped
+from vq_core.kernels.rules import ATTRIBUTES, stripped
 
 from .toys import BODY, DTYPES, reference, run, times
 

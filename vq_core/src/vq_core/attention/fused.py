@@ -15,7 +15,8 @@ from vq_core.attention.choice import name_of
 from vq_core.attention.masks import LOWEST, Mask
 from vq_core.attention.view import CacheView, SideView
 from vq_core.kernels import backends
-from vq_core.kernels.kernel import TINY, Kernel, Prepared
+from vq_core.kernels.kernel import Kernel, Prepared
+from vq_core.kernels.rules import TINY
 from vq_core.kernels.skeleton.combine import MOST_SPLITS
 from vq_core.kernels.skeleton.kernels import FACTS, Pair
 from vq_core.kernels.skeleton.matrix_kernels import COLUMNS, MatrixPair

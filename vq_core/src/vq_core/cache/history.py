@@ -391,12 +391,5 @@ class History:
         }
         held = [sum(row) for row in zip(window.sinks, packed, exact, strict=True)]
         hidden = () if self.sliding is None else tuple(t - n for t, n in zip(held, shown, strict=True))
-        return CacheView(
-            sides["keys"],
-            sides["values"],
-            tuple(window.sinks),
-            tuple(packed),
-            tuple(exact),
-            tuple(self.dropped),
-            hidden,
-        )
+        counts = (tuple(window.sinks), tuple(packed), tuple(exact), tuple(self.dropped))
+        return CacheView(sides["keys"], sides["values"], *counts, hidden)

@@ -20,8 +20,8 @@ from vq_core.cache.rows import joined
 from vq_core.cache.shapes import DTYPES, check_pair, shape_of
 from vq_core.cache.sides import bind_sides
 from vq_core.cache.tagged import ReadCount, Strictness, tag
+from vq_core.cache.trimming import check_cut, methods_trim
 from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
-from vq_core.plugins.registry import resolve
 
 
 class PackedKVCache:
@@ -274,14 +274,8 @@ class PackedKVCache:
         False from the start where a method cannot be trimmed: mlx-lm asks once, on empty caches, before it speculates.
         False once tokens have left a sliding window for good.
         """
-        return self._methods_trim() and not (self._history is not None and any(self._history.dropped))
-
-    def _methods_trim(self) -> bool:
-        if self._history is not None:
-            records = [bound.record for bound in self._history.bound.values()]
-        else:
-            records = [resolve(choice.label) for choice in (self.policy.keys, self.policy.values)]
-        return all(record.facts.capabilities.trimmable for record in records if record.facts is not None)
+        history = self._history
+        return methods_trim(self.policy, history) and not (history is not None and any(history.dropped))
 
     def trim(self, n: int) -> int:
         """Drop the newest n tokens, at most all of the shortest row; returns how many were dropped.
@@ -297,12 +291,7 @@ class PackedKVCache:
         if self._history is None or self.empty():
             return 0
         n = min(n, min(self._history.lengths))
-        self._check_window(n)
-        exact = min(self._history.window.counts)
-        if n > exact and any(self._history.packed) and not self._methods_trim():
-            raise CacheStateError(
-                f"trim({n}): the method cannot drop packed tokens; only the newest {exact} can be dropped"
-            )
+        check_cut(self.policy, self._history, n)
         if n:
             draft = self._history.draft()
             draft.trim(n)
@@ -310,18 +299,6 @@ class PackedKVCache:
             mx.async_eval(draft.arrays())  # type: ignore[no-untyped-call]
             self._history = draft
         return n
-
-    def _check_window(self, n: int) -> None:
-        """Refuse a rewind after which the next token would attend to tokens that a sliding window has dropped."""
-        if self._history is None or self.sliding is None:
-            return
-        rows = zip(self._history.lengths, self._history.dropped, strict=True)
-        most = min((t + 1 - self.sliding - d for t, d in rows if d), default=n)
-        if n > most:
-            raise CacheStateError(
-                f"trim({n}): tokens that the window of {self.sliding} needs then are gone; "
-                f"at most {max(0, most)} can be dropped"
-            )
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The causal mask of N new tokens, as mlx-lm's caches make it."""

@@ -9,7 +9,8 @@ from typing import Protocol
 import mlx.core as mx
 
 from vq_core.errors import UnsupportedShapeError
-from vq_core.kernels.kernel import BACKENDS, Backend, Kernel, Launch
+from vq_core.kernels.kernel import Kernel, Launch
+from vq_core.kernels.rules import BACKENDS, Backend
 
 
 class Runner(Protocol):

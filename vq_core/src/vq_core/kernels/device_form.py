@@ -10,7 +10,8 @@ import mlx.core as mx
 
 from vq_core.api.layout import Layout
 from vq_core.errors import PluginError
-from vq_core.kernels.kernel import BACKENDS, Backend, Kernel
+from vq_core.kernels.kernel import Kernel
+from vq_core.kernels.rules import BACKENDS, Backend
 from vq_core.kernels.skeleton.matrix import MatrixSnippet
 from vq_core.kernels.skeleton.snippet import Snippet
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from vq_core.errors import PluginError
-from vq_core.kernels.kernel import TINY, Case, Kernel
+from vq_core.kernels.kernel import Case, Kernel
+from vq_core.kernels.rules import TINY
 from vq_core.kernels.text import metal_text
 
 

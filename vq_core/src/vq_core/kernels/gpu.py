@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vq_core.kernels.kernel import DTYPES, Backend, Kernel, Launch, stripped
+from vq_core.kernels.kernel import Kernel, Launch
+from vq_core.kernels.rules import DTYPES, Backend, stripped
 
 
 class Gpu:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from vq_core.kernels.kernel import TINY, Call, Case, Kernel
+from vq_core.kernels.kernel import Call, Case, Kernel
 from vq_core.kernels.nvrtc import cuda_text
+from vq_core.kernels.rules import TINY
 from vq_core.kernels.text import metal_text
 
 MOST_CASES = 48

@@ -9,44 +9,30 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import mlx.core as mx
 
 from vq_core.errors import PluginError, UnsupportedShapeError
-
-Shape = tuple[int, ...]
-Kind = Literal["dtype", "int", "bool"]
-Backend = Literal["metal", "cuda", "simulator"]
-BACKENDS: tuple[Backend, ...] = ("metal", "cuda", "simulator")
-DTYPES = {
-    name: getattr(mx, name)
-    for name in ("bool_", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "bfloat16", "float32")
-}
-MOST_VARIANTS = 24
-"""Compiled forms that one kernel may have: each costs seconds at its first use on a GPU."""
-ATTRIBUTES = (
-    "thread_position_in_grid", "thread_position_in_threadgroup", "thread_index_in_threadgroup",
-    "threadgroup_position_in_grid", "threadgroups_per_grid", "threads_per_threadgroup",
-    "thread_index_in_simdgroup", "simdgroup_index_in_threadgroup",
-)  # fmt: skip
-MOST_THREADS = 1024
-MOST_DYNAMIC = 160 * 1024
-"""Bytes of dynamic threadgroup memory that every NVIDIA GPU with these instructions has room for, but for its
-consumer variants, which have 99 KiB."""
-CUDA_ONLY = re.compile(
-    r"\b(?:vq_mma_m16n8k16|vq_transpose_8x8|vq_copy_(?:async|commit|wait)|vq_half_pair|vq_exp2_fast|VQ_DYNAMIC)\b"
+from vq_core.kernels.rules import (
+    BACKENDS,
+    DTYPES,
+    MOST_GRID,
+    MOST_LAUNCHES,
+    MOST_THREADS,
+    NUMBERS,
+    SIMD,
+    TINY,
+    Backend,
+    Kind,
+    Shape,
+    kind,
+    listed,
+    wrong,
 )
-MOST_LAUNCHES = 1024
-SIMD = 32
-NUMBERS = "run_numbers"
-MOST_GRID = 2**32
-TINY = 8
-"""MLX puts an input of fewer elements into Metal's ``constant`` address space."""
 
 
 @attrs.frozen
@@ -144,9 +130,8 @@ class Kernel:
     """Checked calls by shapes, dtypes and parameters: checking costs more than launching."""
 
     def __attrs_post_init__(self) -> None:
-        wrong = _wrong(self)
-        if wrong:
-            raise PluginError(f"kernel {self.name!r}: {wrong}")
+        if reason := wrong(self):
+            raise PluginError(f"kernel {self.name!r}: {reason}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kernel:
         return self
@@ -154,7 +139,7 @@ class Kernel:
     @property
     def kinds(self) -> dict[str, Kind]:
         """Kind of each compile-time parameter."""
-        return {name: _kind(values) for name, values in self.parameters.items()}
+        return {name: kind(values) for name, values in self.parameters.items()}
 
     @property
     def variants(self) -> list[dict[str, Any]]:
@@ -207,7 +192,7 @@ class Kernel:
         """
         if runner.backend not in self.backends:
             raise UnsupportedShapeError(
-                f"kernel {self.name} runs on {_listed(self.backends)}, not on {runner.backend}; on any machine give "
+                f"kernel {self.name} runs on {listed(self.backends)}, not on {runner.backend}; on any machine give "
                 f"backend='simulator'"
             )
         key = (*((x.shape, x.dtype) if isinstance(x, mx.array) else x for x in inputs), *parameters.items())
@@ -271,11 +256,11 @@ class Kernel:
                 raise UnsupportedShapeError(f"kernel {self.name}: {name} is {has}; accepted is {dtype}")
         for name, accepted in self.parameters.items():
             if name not in found:
-                raise UnsupportedShapeError(f"kernel {self.name} needs {name}=, one of {_listed(accepted)}")
+                raise UnsupportedShapeError(f"kernel {self.name} needs {name}=, one of {listed(accepted)}")
             # Of the same type: True is 1 and 4.0 is 4 to Python, but not to a compiler.
             if type(found[name]) is not type(accepted[0]) or found[name] not in accepted:
                 raise UnsupportedShapeError(
-                    f"kernel {self.name}: {name} {found[name]!r} is not accepted; accepted are {_listed(accepted)}"
+                    f"kernel {self.name}: {name} {found[name]!r} is not accepted; accepted are {listed(accepted)}"
                 )
         extra = [name for name in found if name not in self.parameters]
         if extra:
@@ -359,89 +344,3 @@ def number_array(numbers: tuple[int, ...]) -> mx.array:
     made = mx.array([*numbers, *[0] * (8 - len(numbers))], mx.uint32)
     mx.eval(made)
     return made
-
-
-def _kind(values: tuple[Any, ...]) -> Kind:
-    if all(isinstance(v, bool) for v in values):
-        return "bool"
-    return "dtype" if all(isinstance(v, str) for v in values) else "int"
-
-
-def _listed(values: Sequence[Any]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _wrong(kernel: Kernel) -> str:
-    """What would go wrong in MLX, and how to do it right; nothing if nothing would."""
-    if not isinstance(kernel.name, str) or not re.fullmatch(r"[A-Za-z]\w*", kernel.name, re.ASCII):
-        return "its name must be letters, digits and underscores"
-    return _wrong_names(kernel) or _wrong_types(kernel) or _wrong_text(kernel)
-
-
-def _wrong_names(kernel: Kernel) -> str:
-    names = [*kernel.inputs, *kernel.outputs, *kernel.parameters, *kernel.numbers]
-    for name in names:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            return f"{name!r} is no name in C: give it letters, digits and underscores"
-        if name in (*ATTRIBUTES, NUMBERS, "backend") or name.startswith("vq_"):
-            return f"{name!r} is taken by the dialect or by the call: give it another name"
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        return f"two of its inputs, outputs, parameters and numbers have one name: {', '.join(twice)}"
-    if not kernel.outputs:
-        return "it has no outputs, so nobody could see what it does"
-    lost = [name for name in kernel.fixed if name not in kernel.parameters]
-    return f"fixed names {', '.join(lost)}, which is no parameter" if lost else ""
-
-
-def _wrong_types(kernel: Kernel) -> str:
-    for name, values in kernel.parameters.items():
-        strings = [v for v in values if isinstance(v, str)]
-        numbers = [v for v in values if isinstance(v, int) and not -(2**31) <= v < 2**31]
-        kinds = {type(v) for v in values}
-        if len(kinds) != 1 or not kinds <= {str, int, bool} or any(v not in DTYPES for v in strings) or numbers:
-            kinds_accepted = "dtype names, whole numbers of 32 bits or bools"
-            return f"parameter {name} must have accepted values of one kind: {kinds_accepted}"
-        if len(set(values)) < len(values):
-            return f"parameter {name} accepts a value twice"
-    for name, dtype in [*kernel.inputs.items(), *((n, o.dtype) for n, o in kernel.outputs.items())]:
-        if dtype not in DTYPES and not (dtype in kernel.parameters and kernel.kinds[dtype] == "dtype"):
-            return (
-                f"{name} is {dtype!r}, which is neither a dtype nor a dtype parameter; dtypes are {_listed([*DTYPES])}"
-            )
-    if len(kernel.variants) > MOST_VARIANTS:
-        return f"{len(kernel.variants)} variants; at most {MOST_VARIANTS}: make a parameter a run-time number"
-    return ""
-
-
-def _wrong_text(kernel: Kernel) -> str:
-    code = stripped(kernel.body)
-    accepted = [given for given in kernel.backends if given in BACKENDS]
-    if not accepted or len(accepted) < len(kernel.backends):
-        return f"its backends are {kernel.backends!r}: give one or more of {_listed(BACKENDS)}"
-    if "metal" in kernel.backends and (found := CUDA_ONLY.search(code + stripped(kernel.header))):
-        return f"its text names {found.group()}, which Metal has not: give backends=('cuda', 'simulator')"
-    dynamic = len(re.findall(r"\bVQ_DYNAMIC\(", code))
-    if dynamic != bool(kernel.dynamic_bytes) or kernel.dynamic_bytes % 16 or kernel.dynamic_bytes > MOST_DYNAMIC:
-        return (
-            f"its body names VQ_DYNAMIC {dynamic} times and dynamic_bytes is {kernel.dynamic_bytes}: it is named once "
-            f"where there are any, a multiple of 16 up to {MOST_DYNAMIC}"
-        )
-    if not any(attribute in code for attribute in ATTRIBUTES):
-        # With more than one output MLX then closes the signature after the first.
-        return f"its body names no attribute of the grid, such as {ATTRIBUTES[0]}"
-    for name in kernel.inputs:
-        for suffix in ("_shape", "_strides", "_ndim"):
-            # MLX looks for the plain text, so `k` would also get the arguments of `mask_shape`.
-            if re.search(rf"\w{name}{suffix}\b", code) and not re.search(rf"\b{name}{suffix}\b", code):
-                return (
-                    f"the name of input {name!r} ends another's, in {name}{suffix}: MLX would mix them up; rename one"
-                )
-    return ""
-
-
-def stripped(text: str) -> str:
-    """Text without comments and indentation: MLX hashes all of it at every call."""
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
-    lines = (line.strip() for line in text.splitlines())
-    return "\n".join(line for line in lines if line)

@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from vq_core.kernels import simulator
-from vq_core.kernels.kernel import DTYPES, Backend, Call, Kernel, Launch
+from vq_core.kernels.kernel import Call, Kernel, Launch
+from vq_core.kernels.rules import DTYPES, Backend
 
 
 class Simulated:

@@ -19,7 +19,7 @@ import attrs
 import mlx.core as mx
 
 from vq_core.errors import PluginError
-from vq_core.kernels.kernel import TINY
+from vq_core.kernels.rules import TINY
 
 SIMD = 32
 UNITS = (64, 128, 32)
