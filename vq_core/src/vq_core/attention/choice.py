@@ -100,13 +100,18 @@ def _fit(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes
         if side.snippet is None:
             return Fit(None, None, f"{side.choice.label} has no snippet for its {side.ctx.side}")
     try:
-        made = pair(
-            _side(keys, key_fields, "k"), _side(values, value_fields, "v"),
-            keys.ctx.key_dim, values.ctx.value_dim, name_of(exact),
-        )  # fmt: skip
+        made = pair_of(keys, values, exact, key_fields, value_fields)
     except UnsupportedShapeError as error:
         return Fit(None, None, str(error))
     return Fit(made, keys.backend)
+
+
+def pair_of(
+    keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes = (), value_fields: Dtypes = ()
+) -> Pair:
+    """The kernels of two bound sides with snippets; see :func:`vq_core.kernels.skeleton.kernels.pair`."""
+    sides = _side(keys, key_fields, "k"), _side(values, value_fields, "v")
+    return pair(*sides, keys.ctx.key_dim, values.ctx.value_dim, name_of(exact))
 
 
 def _side(bound: BoundSide, dtypes: Dtypes, prefix: str) -> Side:
