@@ -48,7 +48,7 @@ def attend_fused(
     inputs += [
         facts, NOTHING if mask.array is None else _eight(additive(mask.array, view.heads), 3),
         exact_k, exact_v, key_sinks, value_sinks,
-        _table(view.keys), _table(view.values),
+        _table(view.keys, B, regular), _table(view.values, B, regular),
         *_arrays(view.keys, kernels.keys), *_arrays(view.values, kernels.values),
     ]  # fmt: skip
     sums, tops = kernels.run(
@@ -68,8 +68,15 @@ def attend_fused(
     return (plain + finish(stored)).astype(queries.dtype)
 
 
-def _table(side: SideView) -> mx.array:
-    return NO_TABLE if side.pages.table is None else _eight(side.pages.table, 1)
+def _table(side: SideView, rows: int, regular: bool) -> mx.array:
+    """Where a side's pages lie; one flag tells of both sides, so a side that needs no look-up may have to have one."""
+    if regular:
+        return NO_TABLE
+    pages = side.pages
+    table = pages.table
+    if table is None:
+        table = mx.arange(pages.depth * rows, dtype=mx.int32).reshape(pages.depth, rows).T
+    return _eight(table, 1)
 
 
 def _eight(a: mx.array, axis: int, left: bool = False) -> mx.array:
