@@ -212,7 +212,9 @@ flats[m] += simd_shuffle_xor(flats[m], ushort(o));
 VQ_UNROLL
 for (int j = 0; j < RUN; ++j) sums_of[m * RUN + j] += simd_shuffle_xor(sums_of[m * RUN + j], ushort(o));
 }
-const float all = simd_sum(sum[m]);
+float all = sum[m];
+VQ_UNROLL
+for (uint o = 1u; o < 32u; o <<= 1) all += simd_shuffle_xor(all, ushort(o));
 if (lane == 0u) {
 const float highest = top[m];
 marks[(sg * uint(M) + uint(m)) * 2u] = highest;
@@ -404,7 +406,9 @@ sums_of[m * RUN + 4] *= 0.00390625f;
 sums_of[m * RUN + 5] *= 0.0009765625f;
 sums_of[m * RUN + 6] *= 0.000244140625f;
 sums_of[m * RUN + 7] *= 6.103515625e-05f;
-const float all = simd_sum(sum[m]);
+float all = sum[m];
+VQ_UNROLL
+for (uint o = 1u; o < 32u; o <<= 1) all += simd_shuffle_xor(all, ushort(o));
 if (lane == 0u) {
 const float highest = top[m];
 marks[(sg * uint(M) + uint(m)) * 2u] = highest;

@@ -204,7 +204,9 @@ flats[m] += simd_shuffle_xor(flats[m], ushort(o));
 VQ_UNROLL
 for (int j = 0; j < RUN; ++j) sums_of[m * RUN + j] += simd_shuffle_xor(sums_of[m * RUN + j], ushort(o));
 }
-const float all = simd_sum(sum[m]);
+float all = sum[m];
+VQ_UNROLL
+for (uint o = 1u; o < 32u; o <<= 1) all += simd_shuffle_xor(all, ushort(o));
 if (lane == 0u) {
 const float highest = top[m];
 marks[(sg * uint(M) + uint(m)) * 2u] = highest;
@@ -353,7 +355,9 @@ flats[m] += simd_shuffle_xor(flats[m], ushort(o));
 VQ_UNROLL
 for (int j = 0; j < RUN; ++j) sums_of[m * RUN + j] += simd_shuffle_xor(sums_of[m * RUN + j], ushort(o));
 }
-const float all = simd_sum(sum[m]);
+float all = sum[m];
+VQ_UNROLL
+for (uint o = 1u; o < 32u; o <<= 1) all += simd_shuffle_xor(all, ushort(o));
 if (lane == 0u) {
 const float highest = top[m];
 marks[(sg * uint(M) + uint(m)) * 2u] = highest;

@@ -38,7 +38,9 @@ extra = exp2(logit - highest);
 }
 const float one = all != 0.0f ? exp2(top - highest) : 0.0f;
 share[thread] = one;
-const float weight = simd_sum(one * all);
+float weight = one * all;
+VQ_UNROLL
+for (uint o = 1u; o < 32u; o <<= 1) weight += simd_shuffle_xor(weight, ushort(o));
 if (lane == 0u) marks[16u + sg] = weight;
 threadgroup_barrier(mem_flags::mem_threadgroup);
 float whole = extra;

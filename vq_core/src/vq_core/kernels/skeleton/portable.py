@@ -525,7 +525,9 @@ for (int m = 0; m < M; ++m) {{
     for (int j = 0; j < RUN; ++j) sums_of[m * RUN + j] += simd_shuffle_xor(sums_of[m * RUN + j], ushort(o));
   }}
 {scale}
-  const float all = simd_sum(sum[m]);
+  float all = sum[m];
+  VQ_UNROLL
+  for (uint o = 1u; o < {SIMD}u; o <<= 1) all += simd_shuffle_xor(all, ushort(o));
   if (lane == 0u) {{
     const float highest = top[m];
     marks[(sg * uint(M) + uint(m)) * 2u] = highest;
