@@ -47,7 +47,7 @@ def made(text: str, dim: int, dtype: str, shapes: Any = None, **options: Any) ->
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    """One of each method, compiled in one unit: keys of tiles and units, look-ups, a mean, a sketch, tiles of values."""
+    """One of each method, compiled in one unit: tiles with units, look-ups, a mean, a sketch, tiles of values."""
     plugins = [load_plugin(METHODS / f"{name}.py") for name in ("centred", "sign_sketch", "picky")]
     with registered(plugins[0]), registered(plugins[1]), registered(plugins[2]):
         found = {text: made(text, *rest) for text, rest in CHOSEN.items()}

@@ -18,16 +18,19 @@ REPOSITORY = METHODS.parent.parent
 class TestIdentity(MethodConformance):
     method = "identity"
     plugin = load_plugin(METHODS / "identity.py")
+    fused_shapes = ((80, "bfloat16"),)
 
 
 class TestCentred(MethodConformance):
     method = "centred"
     plugin = load_plugin(METHODS / "centred.py")
+    fused_shapes = ((80, "bfloat16"), (64, "float32"))
 
 
 class TestPicky(MethodConformance):
     method = "picky:artifact=here"
     plugin = load_plugin(METHODS / "picky.py")
+    fused_shapes = ((64, "float16"), (128, "float32"))
 
 
 class TestSignSketchWithKivi(MethodConformance):
@@ -39,6 +42,7 @@ class TestSignSketchWithKivi(MethodConformance):
 
 class TestKivi(MethodConformance):
     method = "kivi:bits=4,group_size=64"
+    fused_shapes = ((80, "float16"),)
 
 
 class TestKiviOfAllWidths(CodecConformance, NumbersConformance, AttentionConformance):
@@ -51,6 +55,7 @@ class TestKiviOfAllWidths(CodecConformance, NumbersConformance, AttentionConform
 
 class TestExample(MethodConformance):
     method = "example:bits=2"
+    fused_shapes = ((64, "bfloat16"),)
 
 
 def code_lines(path: Path) -> int:

@@ -110,6 +110,13 @@ def pair_of(
     keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes = (), value_fields: Dtypes = ()
 ) -> Pair:
     """The kernels of two bound sides with snippets; see :func:`vq_core.kernels.skeleton.kernels.pair`."""
+    assert values.snippet is not None
+    if values.layout.block % values.snippet.tokens:
+        # Zero times what a page held before is not zero where that is a NaN.
+        raise UnsupportedShapeError(
+            f"tiles of {values.snippet.tokens} tokens of values may lie across the end of what is stored, in blocks of "
+            f"{values.layout.block}: give its snippet tiles of 1 token, or of a number that divides the block"
+        )
     sides = _side(keys, key_fields, "k"), _side(values, value_fields, "v")
     return pair(*sides, keys.ctx.key_dim, values.ctx.value_dim, name_of(exact))
 
