@@ -12,7 +12,7 @@ import pytest
 from vq_core.testing import AttentionConformance, CodecConformance, MethodConformance, NumbersConformance, load_plugin
 
 METHODS = Path(__file__).parent.parent / "methods"
-REPOSITORY = METHODS.parent.parent
+EXAMPLE = METHODS.parent.parent / "plugins/vq_example/src/vq_example/method.py"
 
 
 class TestIdentity(MethodConformance):
@@ -58,11 +58,16 @@ class TestExample(MethodConformance):
     fused_shapes = ((64, "bfloat16"),)
 
 
-def code_lines(path: Path) -> int:
-    """Lines of a file that hold code: no blank lines, comments, docstrings, imports or decorators."""
+def code_lines(path: Path, hook: str = "", without: str = "") -> int:
+    """Lines of a file that hold code: no blank lines, comments, docstrings, imports or decorators.
+
+    Of one hook only, or of all but one.
+    """
     text = path.read_text()
     left_out: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
         prose = (
             isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         )
@@ -71,17 +76,30 @@ def code_lines(path: Path) -> int:
         left_out |= {mark.lineno for mark in getattr(node, "decorator_list", ())}
     silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    lines = {n for t in tokens if t.type not in silent for n in range(t.start[0], t.end[0] + 1)}
-    return len(lines - left_out)
+    lines = {n for t in tokens if t.type not in silent for n in range(t.start[0], t.end[0] + 1)} - left_out
+
+    def of(name: str) -> set[int]:
+        return set(range(functions[name].lineno, (functions[name].end_lineno or 0) + 1))
+
+    return len(lines & of(hook) if hook else lines - of(without) if without else lines)
 
 
 @pytest.mark.parametrize(
     "path",
     [
         *(METHODS / f"{name}.py" for name in ("identity", "sign_sketch", "centred")),
-        REPOSITORY / "plugins/vq_example/src/vq_example/method.py",
+        EXAMPLE,
     ],
     ids=lambda path: path.stem,
 )
 def test_an_outsider_needs_forty_lines(path: Path) -> None:
-    assert code_lines(path) <= 40
+    assert code_lines(path, without="vq_snippet") <= 40
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*(METHODS / f"{name}.py" for name in ("identity", "sign_sketch", "centred", "picky")), EXAMPLE],
+    ids=lambda path: path.stem,
+)
+def test_a_snippet_needs_thirty_lines(path: Path) -> None:
+    assert code_lines(path, hook="vq_snippet") <= 30
