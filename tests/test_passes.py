@@ -62,6 +62,13 @@ def test_each_split_is_what_the_hooks_say(kernels: Any, text: str) -> None:
         assert verdict.passed and verdict.configurations == len(CHOSEN[text][2]), verdict
 
 
+def test_contraction_of_multiply_and_add_stays_within_the_tolerance(kernels: Any) -> None:
+    one = kernels["sign_sketch"]
+    build_ahead([one], "fast")
+    verdict = verify("sign_sketch", one, "simulator", Simulated(1, "fast"))
+    assert verdict.passed, verdict
+
+
 def test_the_tolerance_is_what_is_needed(kernels: Any) -> None:
     """A last place of float32 by the hundred: a wrong token, or one in the wrong split, is hundreds of times more."""
     worst = max(verify(text, kernel, "simulator", Simulated()).max_difference for text, kernel in kernels.items())
@@ -82,7 +89,7 @@ BROKEN = {
 
 def test_broken_it_differs() -> None:
     """Each in one way; compiled in one unit."""
-    whole = made("kivi:bits=2", 64, "float16", FOUR)
+    whole = made("kivi:bits=2", 64, "float16", [attrs.evolve(s, repeats=1, queries=1) for s in FOUR])
     changed = {}
     for name, (old, new) in BROKEN.items():
         assert old in whole.body, name
