@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from vq_core.api.facts import SIDES, Side
 from vq_core.attention import view as views
 from vq_core.cache.shell import PackedKVCache
 from vq_core.kernels import backends
 from vq_core.kernels.simulated import Simulated
 from vq_core.plugins import binding, partner
-from vq_core.plugins.choice import choose
 from vq_core.testing.attention import dense_attention, make_mask
 from vq_core.testing.kit import Kit, feed, skip
 from vq_core.testing.observe import assert_same, floats, gaussian
@@ -57,21 +57,24 @@ class SnippetConformance(Kit):
         accepted = self.capabilities().head_dims
         return (size if accepted is None or size in accepted else accepted[number % len(accepted)]), dtype
 
-    def fused_sides(self) -> dict[str, str]:
-        """The method on the sides that it has a snippet for, and its partner; skips the test where there is none."""
-        given = self.policy()
-        without = []
-        for side in self.facts().sides:
-            if binding.bind(choose(self.method, side), self.context(side), kernels="off").snippet is None:
-                without.append(side)
-                given[side] = getattr(self, side) or partner.NAME
-        if len(without) == len(self.facts().sides):
-            pytest.skip(f"vq_snippet: {self.facts().name} has none, so fused attention does not serve it")
+    def fused_sides(self, dim: int, dtype: str) -> dict[str, str]:
+        """What each side holds: the method where it has a snippet, its partner else; skips where it has none."""
+        ours = [side for side in self.facts().sides if self._has_snippet(self.method, side, dim, dtype)]
+        if not ours:
+            pytest.skip(f"vq_snippet: {self.facts().name} has none for head size {dim}: fused attention is not for it")
+        given: dict[str, str] = {}
+        for side in SIDES:
+            named = getattr(self, side)
+            with_one = named is not None and self._has_snippet(named, side, dim, dtype)
+            given[side] = self.method if side in ours else named if with_one else partner.NAME
         return given
 
-    def fused(self, **options: Any) -> PackedKVCache:
+    def _has_snippet(self, text: str, side: Side, dim: int, dtype: str) -> bool:
+        return binding.bind(text, self.context(side, dim=dim, dtype=dtype), kernels="off").snippet is not None
+
+    def fused(self, dim: int, dtype: str, **options: Any) -> PackedKVCache:
         """An empty cache whose attention is fused, in the simulator."""
-        given: dict[str, Any] = {**self.fused_sides(), "residual": 24, **options}
+        given: dict[str, Any] = {**self.fused_sides(dim, dtype), "residual": 24, **options}
         return PackedKVCache(kernels="simulator", attention="kernel", **given)
 
     def _tokens(self, rows: int, n: int, dim: int, dtype: str, seed: int) -> tuple[mx.array, mx.array]:
@@ -81,7 +84,7 @@ class SnippetConformance(Kit):
     def _uneven(self, dim: int, dtype: str, **options: Any) -> PackedKVCache:
         singles = []
         for row, n in enumerate((GROWN, 70)):
-            singles.append(self.fused(**options))
+            singles.append(self.fused(dim, dtype, **options))
             feed(singles[-1], self._tokens(1, n, dim, dtype, 121 + 2 * row), [n - 1, 1])
         return PackedKVCache.join(singles)
 
@@ -90,9 +93,9 @@ class SnippetConformance(Kit):
     def test_fused_attention_is_dense_attention(self, fused_shape: int) -> None:
         """Window, first tokens, all packed, uneven rows; grouped heads, one query and some, masks, learned sinks."""
         dim, dtype = self.shape_of(fused_shape)
-        alone = self.fused(residual=0)
+        alone = self.fused(dim, dtype, residual=0)
         feed(alone, self._tokens(1, GROWN, dim, dtype, 125), [GROWN])
-        even = self.fused(sink_tokens=3)
+        even = self.fused(dim, dtype, sink_tokens=3)
         feed(even, self._tokens(2, GROWN, dim, dtype, 127), [GROWN])
         caches = {"all packed": alone, "window and first tokens": even, "uneven rows": self._uneven(dim, dtype)}
         caches["uneven rows with first tokens"] = self._uneven(dim, dtype, sink_tokens=3)
@@ -131,8 +134,9 @@ class SnippetConformance(Kit):
 
     def test_fused_attention_is_reported(self) -> None:
         """The report names the kernel, and the bound methods' snippets in it."""
-        cache = self.fused()
-        feed(cache, self._tokens(1, GROWN, self.dim(), "float16", 141), [GROWN])
+        dim, dtype = self.shape_of(0)
+        cache = self.fused(dim, dtype)
+        feed(cache, self._tokens(1, GROWN, dim, dtype, 141), [GROWN])
         view = cache._view()
         labels = [side.bound.snippet.label for side in (view.keys, view.values) if side.bound.snippet is not None]
         said = cache.report().attention
@@ -155,7 +159,7 @@ class SnippetConformance(Kit):
         dim, dtype = self.shape_of(0)
         queries, found = gaussian((2, 4 * self.kv_heads, 1, dim), dtype, seed=147), []
         for spoilt in (False, True):
-            cache, tokens = self.fused(), [floats(x) for x in self._tokens(2, GROWN, dim, dtype, 145)]
+            cache, tokens = self.fused(dim, dtype), [floats(x) for x in self._tokens(2, GROWN, dim, dtype, 145)]
             for x in tokens:
                 x[1, :, 5:9] = x[1, :, -2:] = np.nan if spoilt else 1.0
             feed(cache, tuple(mx.array(x.astype(np.float32)).astype(getattr(mx, dtype)) for x in tokens), [GROWN])  # type: ignore[arg-type]
@@ -168,7 +172,7 @@ class SnippetConformance(Kit):
         if not self.capabilities().trimmable:
             skip("trimmable=False")
         dim, dtype = self.shape_of(0)
-        clean, used = self.fused(residual=0), self.fused(residual=0)
+        clean, used = self.fused(dim, dtype, residual=0), self.fused(dim, dtype, residual=0)
         tokens = self._tokens(1, 2 * GROWN, dim, dtype, 149)
         clean.prepare_for(kv_heads=self.kv_heads, key_dim=dim, value_dim=dim, dtype=getattr(mx, dtype))
         assert clean._history is not None
