@@ -15,7 +15,6 @@ import mlx.core as mx
 import numpy as np
 
 from vq_core.attention.fused import NO_TABLE, NOTHING, additive, row_facts, rows_at_once
-from vq_core.attention.masks import Mask
 from vq_core.kernels.kernel import Case
 from vq_core.kernels.skeleton.kernels import Pair
 from vq_core.kernels.skeleton.portable import Side
@@ -27,8 +26,7 @@ class Shape:
     """One case.
 
     Attributes:
-        heads: KV heads, H.
-        repeats: Query heads of each, R.
+        repeats: Query heads of each KV head, R.
         queries: L.
         packed: Packed tokens of each row, about: whole blocks are.
         first: First tokens of each row.
@@ -40,7 +38,6 @@ class Shape:
         wide: Queries are float32 whatever the model's dtype is.
     """
 
-    heads: int
     repeats: int
     queries: int
     packed: tuple[int, ...]
@@ -55,16 +52,16 @@ class Shape:
 
 SHAPES = (
     # Two lengths of one variant, for what would be compiled anew.
-    Shape(2, 1, 1, (300,), recent=(9,)),
-    Shape(1, 1, 1, (700, 700), recent=(40, 40), first=(4, 4), splits=(1, 3)),
-    Shape(1, 4, 1, (390, 140), recent=(70, 7), first=(40, 0), mask="additive", splits=(2, 1), scattered=True),
-    Shape(2, 1, 2, (200, 0), recent=(2, 5), mask="causal", scattered=True),
-    Shape(1, 3, 1, (256,), splits=(0, 1), mask="bool"),
-    Shape(2, 3, 2, (70, 260), recent=(6, 33), mask="bool", splits=(1, 1), scattered=True),
-    Shape(1, 7, 2, (450,), recent=(130,), first=(3,), mask="causal", splits=(1, 2)),
-    Shape(1, 4, 1, (300, 300), recent=(20, 20), first=(4, 4), hidden=(9, 90), splits=(1, 1)),
-    Shape(1, 4, 1, (1100,), recent=(3,), mask="split", splits=(1, 4)),
-    Shape(2, 4, 1, (150, 150), recent=(9, 4), mask="additive", wide=True),
+    Shape(1, 1, (300,), recent=(9,)),
+    Shape(1, 1, (700, 700), recent=(40, 40), first=(4, 4), splits=(1, 3)),
+    Shape(4, 1, (390, 140), recent=(70, 7), first=(40, 0), mask="additive", splits=(2, 1), scattered=True),
+    Shape(1, 2, (200, 0), recent=(2, 5), mask="causal", scattered=True),
+    Shape(3, 1, (256,), splits=(0, 1), mask="bool"),
+    Shape(3, 2, (70, 260), recent=(6, 33), mask="bool", splits=(1, 1), scattered=True),
+    Shape(7, 2, (450,), recent=(130,), first=(3,), mask="causal", splits=(1, 2)),
+    Shape(4, 1, (300, 300), recent=(20, 20), first=(4, 4), hidden=(9, 90), splits=(1, 1)),
+    Shape(4, 1, (1100,), recent=(3,), mask="split", splits=(1, 4)),
+    Shape(4, 1, (150, 150), recent=(9, 4), mask="additive", wide=True),
 )
 FEW = tuple(SHAPES[i] for i in (0, 1, 2, 6, 7))
 """One row and four at once only, for all sizes but the commonest: each variant takes a GPU seconds to compile."""
@@ -78,7 +75,7 @@ def cases(pair: Pair, keys: BoundSide, values: BoundSide, shapes: Sequence[Shape
 
 def _case(pair: Pair, keys: BoundSide, values: BoundSide, shape: Shape, rng: np.random.Generator) -> Case:
     block = math.lcm(keys.layout.block, values.layout.block)
-    B, H, L = len(shape.packed), shape.heads, shape.queries
+    B, H, L = len(shape.packed), keys.ctx.kv_heads, shape.queries
     heads, none = H * shape.repeats, (0,) * B
     packed = tuple(-(-n // block) * block for n in shape.packed)
     first, recent, hidden = shape.first or none, shape.recent or none, shape.hidden or none
@@ -138,8 +135,8 @@ def _mask(rng: np.random.Generator, shape: Shape, full: tuple[int, int, int, int
     seen = rng.random((1, heads, L, length)) < 0.7
     if shape.mask == "split":  # the packed tokens begin at column 0
         seen[..., : 4 * unit] = False
-    array = mx.array(seen).reshape(1, shape.heads, shape.repeats, L, length)
-    return additive(Mask(array, False, L, length).array, shape.heads)  # type: ignore[arg-type]
+    array = mx.array(seen).reshape(1, heads // shape.repeats, shape.repeats, L, length)
+    return additive(array, heads // shape.repeats)
 
 
 def _pages(
