@@ -274,6 +274,9 @@ def test_a_kernel_that_fails_its_probe_is_left_out_with_one_warning() -> None:
         assert mx.array_equal(got, ask(filled(**chosen, attention="mlx")))
         with pytest.raises(UnsupportedShapeError, match="attention='kernel': differs from dense attention by"):
             ask(filled(**chosen, attention="kernel"))
+        for tier in ("auto", "kernel"):  # and is an error to a cache that asks for errors
+            with pytest.raises(PluginError, match="on simulator: differs from dense attention by"):
+                ask(filled(**chosen | {"fallback": "error"}, attention=tier))
 
 
 def test_a_text_that_does_not_compile() -> None:

@@ -148,11 +148,13 @@ def proven(view: CacheView, found: Fit, queries: mx.array, rows: int, fallback: 
     """
     assert found.kernels is not None
     key = (found.kernels.run, found.backend, rows, queries.dtype)
-    if key not in _proven:
+    reason = _proven.get(key)
+    if reason is None or (reason and fallback != "warn"):  # what another cache goes on without is an error to this one
         with _lock:
-            if key not in _proven:
-                _proven[key] = _try(view, found, queries.dtype, rows, fallback)
-    return _proven[key]
+            reason = _proven.get(key)
+            if reason is None or (reason and fallback != "warn"):
+                reason = _proven[key] = _try(view, found, queries.dtype, rows, fallback)
+    return reason
 
 
 def _try(view: CacheView, found: Fit, dtype: mx.Dtype, rows: int, fallback: str) -> str:
