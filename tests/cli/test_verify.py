@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
+from vq_core.attention.verifying import installed
 from vq_core.kernels import device_backend
 from vq_core.plugins import registry
 from vq_core.testing import registered
@@ -16,12 +17,21 @@ from ..conformance.test_broken_kernels import BODY, kernel, tripled
 from ..host_mlx_lm.conftest import IDENTITY
 
 KERNELS = {
-    "core": ["pack_bits", "unpack_bits"],
+    "core": ["attend_merge", "attend_merge_apart", "pack_bits", "unpack_bits"],
+    "example": ["attend_example_2_4_8_example_1_4_8_64_64_h_u32hfu32hf"],
     "kivi": [
-        f"kivi_{what}_{side}" for what in ("device_pack", "pack", "round", "unpack") for side in ("keys", "values")
-    ]
-    + [f"matrix_kivi{bits}_k128_kivi{bits}_v128" for bits in (2, 4)],
+        *(f"attend_kivi_keys_{b}_32_kivi_values_{b}_32_64_64_h_u32hhu32hh" for b in (2, 3, 4, 8)),
+        *(f"kivi_{what}_{side}" for what in ("device_pack", "pack", "round", "unpack") for side in ("keys", "values")),
+        *(f"matrix_kivi{bits}_k128_kivi{bits}_v128" for bits in (2, 4)),
+    ],
 }
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fused attention nothing, or one shape: all are minutes of compilation; tests/test_passes.py has the list."""
+    monkeypatch.setattr(installed, "HEAD_DIMS", ())
+    monkeypatch.setattr(installed, "DTYPES", ("float16",))
 
 
 @pytest.mark.skipif(device_backend() is not None, reason="this device runs kernels")
@@ -32,16 +42,18 @@ def test_without_a_device_it_says_what_to_give(vq: Any) -> None:
     assert (status, out) == (2, "") and "backend 'cuda'" in err
 
 
-def test_every_kernel_of_every_method(vq: Any) -> None:
-    status, out, err = vq("verify", "--backend", "simulator", "--limit", 6, "--json")
+def test_every_kernel_of_every_method(vq: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "HEAD_DIMS", (64,))
+    status, out, err = vq("verify", "--backend", "simulator", "--limit", 4, "--json")
     assert (status, err) == (0, "")
     rows = json.loads(out)
     for method, names in KERNELS.items():
         assert sorted(row["kernel"] for row in rows if row["method"] == method) == names
     for row in rows:
-        exact = not row["kernel"].startswith("matrix_")
-        assert row["identical"] is exact and (row["max_difference"] == 0) is exact and row["passed"] is True
-        assert (row["backend"], row["configurations"]) == ("simulator", 6)
+        same, fused = row["identical"] is True and row["max_difference"] == 0, row["stands_for"] == "attend"
+        bound = 4e-3 if row["kernel"].startswith("matrix_") else 1e-4
+        assert row["passed"] is True and (same or (fused and row["max_difference"] < bound))
+        assert (row["backend"], row["configurations"]) == ("simulator", 4)
         assert row["package"] and row["mlx"] and row["device"]
 
 
@@ -51,7 +63,15 @@ def test_the_table(vq: Any) -> None:
     head, *rows = [line.split() for line in out.splitlines() if line]
     assert head == ["method", "kernel", "stands", "for", "configurations", "result", "backend"]
     assert ["core", "pack_bits", "pack", "2", "identical", "simulator"] in rows
-    assert "2 kernels, all right" in out and "kivi" not in out
+    assert "4 kernels, all right" in out and "kivi" not in out
+
+
+def test_a_long_name_leaves_room_for_the_result(vq: Any) -> None:
+    name = "attend_" + 80 * "x"
+    with registered(tripled(kernel(name=name))):
+        status, out, _ = vq("verify", "--backend", "simulator", "--limit", 1, "--method", "tripled")
+    assert status == 0 and "identical" in out and "simulator" in out and "configurations" in out
+    assert name in "".join(line[8:].split()[0] for line in out.splitlines()[1:] if "x" in line[8:])
 
 
 def test_a_kernel_that_differs_is_exit_status_1(vq: Any) -> None:
@@ -78,7 +98,7 @@ def test_a_kernel_that_does_not_run(vq: Any, body: str, said: str) -> None:
     with registered(tripled(kernel(body=body))):
         status, out, _ = vq("verify", "--backend", "simulator", "--limit", 4)
     assert status == 1 and "did not run" in out and said in out
-    assert out.count("identical") == 10, "the others are verified all the same"
+    assert out.count("identical") + out.count("within its") == 12, "the others are verified all the same"
 
 
 def test_a_broken_method_is_listed_and_stops_nothing(vq: Any, monkeypatch: pytest.MonkeyPatch) -> None:

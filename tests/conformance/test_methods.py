@@ -12,22 +12,25 @@ import pytest
 from vq_core.testing import AttentionConformance, CodecConformance, MethodConformance, NumbersConformance, load_plugin
 
 METHODS = Path(__file__).parent.parent / "methods"
-REPOSITORY = METHODS.parent.parent
+EXAMPLE = METHODS.parent.parent / "plugins/vq_example/src/vq_example/method.py"
 
 
 class TestIdentity(MethodConformance):
     method = "identity"
     plugin = load_plugin(METHODS / "identity.py")
+    fused_shapes = ((80, "bfloat16"),)
 
 
 class TestCentred(MethodConformance):
     method = "centred"
     plugin = load_plugin(METHODS / "centred.py")
+    fused_shapes = ((80, "bfloat16"), (64, "float32"))
 
 
 class TestPicky(MethodConformance):
     method = "picky:artifact=here"
     plugin = load_plugin(METHODS / "picky.py")
+    fused_shapes = ((64, "float16"), (128, "float32"))
 
 
 class TestSignSketchWithKivi(MethodConformance):
@@ -39,6 +42,7 @@ class TestSignSketchWithKivi(MethodConformance):
 
 class TestKivi(MethodConformance):
     method = "kivi:bits=4,group_size=64"
+    fused_shapes = ((80, "float16"),)
 
 
 class TestKiviOfAllWidths(CodecConformance, NumbersConformance, AttentionConformance):
@@ -51,13 +55,19 @@ class TestKiviOfAllWidths(CodecConformance, NumbersConformance, AttentionConform
 
 class TestExample(MethodConformance):
     method = "example:bits=2"
+    fused_shapes = ((64, "bfloat16"),)
 
 
-def code_lines(path: Path) -> int:
-    """Lines of a file that hold code: no blank lines, comments, docstrings, imports or decorators."""
+def code_lines(path: Path, hook: str = "", without: str = "") -> int:
+    """Lines of a file that hold code: no blank lines, comments, docstrings, imports or decorators.
+
+    Of one hook only, or of all but one.
+    """
     text = path.read_text()
     left_out: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
         prose = (
             isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         )
@@ -66,17 +76,30 @@ def code_lines(path: Path) -> int:
         left_out |= {mark.lineno for mark in getattr(node, "decorator_list", ())}
     silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    lines = {n for t in tokens if t.type not in silent for n in range(t.start[0], t.end[0] + 1)}
-    return len(lines - left_out)
+    lines = {n for t in tokens if t.type not in silent for n in range(t.start[0], t.end[0] + 1)} - left_out
+
+    def of(name: str) -> set[int]:
+        return set(range(functions[name].lineno, (functions[name].end_lineno or 0) + 1))
+
+    return len(lines & of(hook) if hook else lines - of(without) if without else lines)
 
 
 @pytest.mark.parametrize(
     "path",
     [
         *(METHODS / f"{name}.py" for name in ("identity", "sign_sketch", "centred")),
-        REPOSITORY / "plugins/vq_example/src/vq_example/method.py",
+        EXAMPLE,
     ],
     ids=lambda path: path.stem,
 )
 def test_an_outsider_needs_forty_lines(path: Path) -> None:
-    assert code_lines(path) <= 40
+    assert code_lines(path, without="vq_snippet") <= 40
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*(METHODS / f"{name}.py" for name in ("identity", "sign_sketch", "centred", "picky")), EXAMPLE],
+    ids=lambda path: path.stem,
+)
+def test_a_snippet_needs_thirty_lines(path: Path) -> None:
+    assert code_lines(path, hook="vq_snippet") <= 30

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from vq_core import PackedKVCache
+from vq_core.kernels.golden import differences
+from vq_core.plugins.offered import offered_kernels
+
+GOLDEN = Path(__file__).parent / "golden"
 
 # methods.md, section 2: unit vectors after a Haar rotation, Gaussian table.
 MEASURED = {
@@ -62,3 +68,9 @@ def test_zero_and_nan() -> None:
     _, got = packed(x, 3)
     assert not got[..., 2, :].any()
     assert np.isnan(got[..., 5, :]).all() and np.isfinite(np.delete(got, 5, axis=2)).all()
+
+
+def test_golden_text() -> None:
+    """Metal's text of fused attention with itself, for one shape."""
+    found = differences([one.kernel for one in offered_kernels("example", one_pass=True)[0]], GOLDEN)
+    assert not found, "\n".join([*found, f"if this is meant: python -m vq_core.kernels.golden example {GOLDEN}"])

@@ -14,6 +14,7 @@ from vq_core.kernels import Case, Kernel
 from vq_core.kernels import text as text_module
 from vq_core.kernels.golden import differences, golden_text, signature, write
 from vq_core.kernels.growth import grows
+from vq_core.kernels.skeleton.kernels import KERNELS as MERGES
 from vq_core.kernels.standard.bits import KERNELS
 from vq_core.kernels.text import metal_text
 
@@ -23,7 +24,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def test_golden_text() -> None:
-    found = differences(KERNELS, GOLDEN)
+    found = differences([*KERNELS, *MERGES], GOLDEN)
     again = f"if this is meant: python -m vq_core.kernels.golden core {GOLDEN}"
     assert not found, "\n".join([*found, again])
 
@@ -86,7 +87,7 @@ def test_standard_output_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
 # ---- growth
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, times()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [*KERNELS, *MERGES, times()], ids=lambda kernel: kernel.name)
 def test_kernels_do_not_grow(kernel: Kernel) -> None:
     assert grows(kernel) == ""
 

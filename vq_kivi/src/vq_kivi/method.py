@@ -62,6 +62,7 @@ FACTS = MethodFacts(
     paper="arXiv 2402.02750",
     settings=KiviSettings,
     capabilities=Capabilities(constant_exact=True, scale_equivariant=True, gaussian_error=_gaussian_error),
+    verified=("bits=2", "bits=3", "bits=4", "bits=8"),
 )
 
 

@@ -16,6 +16,10 @@ Side = Literal["keys", "values"]
 SIDES: tuple[Side, Side] = ("keys", "values")
 
 
+def _texts(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
 def _sides(values: Iterable[Side]) -> tuple[Side, ...]:
     return tuple(values)
 
@@ -59,6 +63,8 @@ class MethodFacts:
         per_layer: Whether the constants differ by layer. False: ``ctx.layer`` is ``None`` and all layers of one
             shape share what ``vq_prepare`` returns.
         capabilities: See :class:`Capabilities`.
+        verified: Settings, such as ``"bits=2"``, with each of which ``vq verify`` runs the fused attention of a method
+            that has snippets; by default with none given.
     """
 
     name: str
@@ -69,6 +75,7 @@ class MethodFacts:
     api_version: int = API_VERSION
     per_layer: bool = False
     capabilities: Capabilities = Capabilities()
+    verified: tuple[str, ...] = attrs.field(default=(), converter=_texts)
 
     def __attrs_post_init__(self) -> None:
         if not attrs.has(self.settings):

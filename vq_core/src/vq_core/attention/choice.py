@@ -136,7 +136,7 @@ def _fit(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes
     kernels, dense, why, dense_why = None, None, "", ""
     D, Dv, dtype = keys.ctx.key_dim, values.ctx.value_dim, name_of(exact)
     try:
-        kernels = pair(*sides, D, Dv, dtype)
+        kernels = pair_of(keys, values, exact, key_fields, value_fields)
     except UnsupportedShapeError as error:
         why = str(error)
     try:
@@ -158,6 +158,21 @@ def _matrix(keys: BoundSide, values: BoundSide, exact: mx.Dtype, fields: Dtypes)
         return matrix_pair(keys.held.matrix, values.held.matrix, name_of(exact)), ""
     except UnsupportedShapeError as error:
         return None, str(error)
+
+
+def pair_of(
+    keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes = (), value_fields: Dtypes = ()
+) -> Pair:
+    """The kernels of two bound sides with snippets; see :func:`vq_core.kernels.skeleton.kernels.pair`."""
+    assert values.snippet is not None
+    if values.layout.block % values.snippet.tokens:
+        # Zero times what a page held before is not zero where that is a NaN.
+        raise UnsupportedShapeError(
+            f"tiles of {values.snippet.tokens} tokens of values may lie across the end of what is stored, in blocks of "
+            f"{values.layout.block}: give its snippet tiles of 1 token, or of a number that divides the block"
+        )
+    sides = _side(keys, key_fields, "k"), _side(values, value_fields, "v")
+    return pair(*sides, keys.ctx.key_dim, values.ctx.value_dim, name_of(exact))
 
 
 def _side(bound: BoundSide, dtypes: Dtypes, prefix: str) -> Side:
@@ -196,11 +211,13 @@ def proven(view: CacheView, found: Fit, queries: mx.array, tier: str, rows: int,
         tier, found.dense
     )
     key = (kernel, found.backend, tier, rows, queries.dtype)
-    if key not in _proven:
+    reason = _proven.get(key)
+    if reason is None or (reason and fallback != "warn"):  # what another cache goes on without is an error to this one
         with _lock:
-            if key not in _proven:
-                _proven[key] = _try(view, found, queries.dtype, tier, rows, fallback)
-    return _proven[key]
+            reason = _proven.get(key)
+            if reason is None or (reason and fallback != "warn"):
+                reason = _proven[key] = _try(view, found, queries.dtype, tier, rows, fallback)
+    return reason
 
 
 LONG = 24

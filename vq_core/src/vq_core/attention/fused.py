@@ -80,7 +80,8 @@ class Step:
         given.append(self.facts)
         if self.masked:
             given.append(NOTHING if mask is None else mask)
-        given += (exact_k, exact_v, first_k, first_v, table_of(keys), table_of(values))
+        rows, regular = view.rows, is_regular(view)
+        given += (exact_k, exact_v, first_k, first_v, table_of(keys, rows, regular), table_of(values, rows, regular))
         for side, names in zip((keys, values), self.fields, strict=True):
             stored = side.pages.stored
             given += [stored(name) if isinstance(name, str) else name for name in names]
@@ -130,7 +131,7 @@ def _ready(
     runner, L = backends.choose(backend), queries.shape[2]
     numbers |= {
         "scale_bits": _bits(scale * math.log2(math.e)), "length": view.length, "causal": int(mask.causal and L > 1),
-        "regular": int(view.keys.pages.table is None and view.values.pages.table is None),
+        "regular": int(is_regular(view)),
     }  # fmt: skip
     step.run = run.prepared(runner, step.inputs(view, queries, given), numbers)
     blank = [mx.zeros(shape) for shape in step.run.launch.shapes]
@@ -162,9 +163,19 @@ def facts_of(view: CacheView) -> mx.array:
     return row_facts(view.packed, view.sinks, view.exact, view.lengths, view.hidden, view.length)
 
 
-def table_of(side: SideView) -> mx.array:
-    """Pages by row and depth, where they do not lie regularly."""
-    return NO_TABLE if side.pages.table is None else _eight(side.pages.table, 1)
+def table_of(side: SideView, rows: int, regular: bool) -> mx.array:
+    """Where a side's pages lie; one flag tells of both sides, so a side that needs no look-up may have to have one."""
+    if regular:
+        return NO_TABLE
+    table = side.pages.table
+    if table is None:
+        table = mx.arange(side.pages.depth * rows, dtype=mx.int32).reshape(side.pages.depth, rows).T
+    return _eight(table, 1)
+
+
+def is_regular(view: CacheView) -> bool:
+    """Whether no side's pages need a look-up."""
+    return view.keys.pages.table is None and view.values.pages.table is None
 
 
 def _eight(a: mx.array, axis: int, left: bool = False) -> mx.array:

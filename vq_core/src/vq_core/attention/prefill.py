@@ -70,9 +70,9 @@ def _dense(view: CacheView, side: SideView, kernel: Kernel, known: Side, found: 
     fields = field_arrays(side, known)
     fields = mx.depends(fields, [after]) if fields else fields
     exact, first = exact_arrays(side)
+    regular = side.pages.table is None
     y: mx.array = kernel(
-        facts_of(view), exact, first, table_of(side), *fields, backend=found.backend,
-        length=view.length, regular=int(side.pages.table is None), depth=side.pages.depth,
-        before=view.length - min(view.lengths),
+        facts_of(view), exact, first, table_of(side, view.rows, regular), *fields, backend=found.backend,
+        length=view.length, regular=int(regular), depth=side.pages.depth, before=view.length - min(view.lengths),
     )[0]  # fmt: skip
     return y

@@ -91,7 +91,10 @@ def _print(verdicts: list[tuple[str, Verdict]]) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("method", "kernel", "stands for", "configurations", "result", "backend"):
         right = heading == "configurations"
-        table.add_column(heading, justify="right" if right else "left", no_wrap=heading != "result", overflow="fold")
+        # A pass kernel's name says both snippets and the shape: it is folded where the terminal is narrow.
+        table.add_column(
+            heading, justify="right" if right else "left", no_wrap=heading not in ("kernel", "result"), overflow="fold"
+        )
     for _, verdict in verdicts:
         result = Text(_result(verdict), style="green" if verdict.passed else "red")
         cells = (verdict.method, verdict.kernel, verdict.stands_for, f"{verdict.configurations:,}")

@@ -2,7 +2,8 @@
 
     python -m vq_core.kernels.golden METHOD FOLDER
 
-writes the files of a method's kernels (``core``: the core's own); a test compares with :func:`differences`.
+writes the files of a method's kernels (``core``: the core's own; of pass kernels one); a test compares with
+:func:`differences`.
 """
 
 from __future__ import annotations
@@ -81,4 +82,4 @@ if __name__ == "__main__":
     parser.add_argument("method")
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
-    write([one.kernel for one in offered_kernels(given.method)[0]], given.folder)
+    write([one.kernel for one in offered_kernels(given.method, one_pass=True)[0]], given.folder)

@@ -163,6 +163,14 @@ def bind(
     choice = choose(method, ctx.side) if isinstance(method, str) else method
     # Outside our lock: a plugin that binds while it is being loaded holds the registry's and waits for ours.
     record = resolve(choice.label)
+    return bind_record(record, choice, ctx, fallback, kernels, device)
+
+
+def bind_record(
+    record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallback: str = "error", kernels: str = "auto",
+    device: bool = False,
+) -> BoundSide:  # fmt: skip
+    """As :func:`bind`, of a method at hand, which need not be registered."""
     with _lock:
         key = (record.distribution, record.version, choice, ctx, fallback, fused.backend_for(kernels))
         if key not in _bound:

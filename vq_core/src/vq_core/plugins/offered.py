@@ -34,11 +34,14 @@ class Offered:
     kernel: Kernel
 
 
-def offered_kernels(method: str | None = None) -> tuple[list[Offered], list[str]]:
+def offered_kernels(method: str | None = None, one_pass: bool = False) -> tuple[list[Offered], list[str]]:
     """Every kernel of every usable method and of the core, each once, and why some methods have none to show.
+
+    A method with snippets has a pass kernel for each of the usual head sizes and dtypes, with itself on both sides.
 
     Args:
         method: Only this one's; ``"core"`` for the core's own.
+        one_pass: Of each method's pass kernels only the first, as in golden text.
 
     Raises:
         SettingsError: a method that is not installed or offers no kernels.
@@ -48,21 +51,23 @@ def offered_kernels(method: str | None = None) -> tuple[list[Offered], list[str]
         return _core(), []
     if method is not None:
         record = resolve(method)
-        found = _of(record)
-        if not found:
+        found, failed = _of(record, one_pass)
+        if not found and not failed:
             raise SettingsError(
                 f"method {method!r} offers no kernels; without a method all that are installed are taken"
             )
-        return found, []
+        return found, failed
     found, failed = _core(), []
     for record in list_methods():
         if record.plugin is None:
             failed.append(f"{record.label} is {record.status}: {record.reason}")
             continue
         try:
-            found += _of(record)
+            more, refused = _of(record, one_pass)
         except VQError as error:
             failed.append(str(error))
+        else:
+            found, failed = found + more, failed + refused
     return found, failed
 
 
@@ -86,17 +91,22 @@ def offers_of(manager: pluggy.PluginManager, name: str) -> Sequence[KernelOffer]
     return found
 
 
-def _of(record: MethodRecord) -> list[Offered]:
+def _of(record: MethodRecord, one_pass: bool) -> tuple[list[Offered], list[str]]:
+    from vq_core.attention.verifying.installed import passes
+
     kernels: dict[Kernel, None] = {}  # each once, in the order of the offers
     for offer in offers_of(make_manager(record.plugin, record.label), record.label):
         kernels.update(dict.fromkeys(offer.kernels))
     for form in forms_of(record):
         kernels.update(dict.fromkeys(form.kernels))
-    return [Offered(record.name, f"{record.distribution} {record.version}", kernel) for kernel in kernels]
+    fused, refused = passes(record, one_pass)
+    kernels.update(dict.fromkeys(fused))
+    return [Offered(record.name, f"{record.distribution} {record.version}", kernel) for kernel in kernels], refused
 
 
 def _core() -> list[Offered]:
     import vq_core
-    from vq_core.kernels.standard.bits import KERNELS
+    from vq_core.kernels.skeleton.kernels import KERNELS
+    from vq_core.kernels.standard import bits
 
-    return [Offered(CORE, f"vq-core {vq_core.__version__}", kernel) for kernel in KERNELS]
+    return [Offered(CORE, f"vq-core {vq_core.__version__}", kernel) for kernel in (*bits.KERNELS, *KERNELS)]

@@ -26,7 +26,7 @@ pytest.register_assert_rewrite(
         f"vq_core.testing.{part}"
         for part in (
             "attention", "codec", "determinism", "growth", "kernels", "memory", "numbers", "observe", "protocol",
-            "refusals", "rows", "trimming",
+            "refusals", "rows", "snippets", "trimming",
         )
     )
 )  # fmt: skip
@@ -43,6 +43,7 @@ from vq_core.testing.protocol import ProtocolConformance  # noqa: E402
 from vq_core.testing.refusals import RefusalsConformance  # noqa: E402
 from vq_core.testing.registering import load_plugin, registered  # noqa: E402
 from vq_core.testing.rows import RowsConformance  # noqa: E402
+from vq_core.testing.snippets import SnippetConformance  # noqa: E402
 from vq_core.testing.trimming import TrimmingConformance  # noqa: E402
 
 
@@ -57,6 +58,7 @@ class MethodConformance(
     ProtocolConformance,
     AttentionConformance,
     KernelConformance,
+    SnippetConformance,
     RefusalsConformance,
 ):
     """Everything the kit asks of a method. Subclass it, name the class ``Test...``, set ``method``."""
@@ -75,6 +77,7 @@ __all__ = [
     "ProtocolConformance",
     "RefusalsConformance",
     "RowsConformance",
+    "SnippetConformance",
     "TrimmingConformance",
     "load_plugin",
     "registered",

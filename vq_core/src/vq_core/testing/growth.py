@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from vq_core.api.facts import Side
 from vq_core.cache.shell import PackedKVCache
-from vq_core.testing import partner
+from vq_core.plugins import partner
 from vq_core.testing.kit import Kit, feed, few
 from vq_core.testing.observe import assert_same, gaussian, packed_tokens, raw, stored, window
 

@@ -15,11 +15,10 @@ from vq_core.api.facts import SIDES, Capabilities, MethodFacts, PrepareContext, 
 from vq_core.api.settings import parse_choice
 from vq_core.cache.shell import PackedKVCache
 from vq_core.errors import VQError
-from vq_core.plugins import binding
+from vq_core.plugins import binding, partner
 from vq_core.plugins.binding import BoundSide
 from vq_core.plugins.choice import choose
 from vq_core.plugins.registry import resolve
-from vq_core.testing import partner
 from vq_core.testing.observe import gaussian
 from vq_core.testing.registering import registered
 

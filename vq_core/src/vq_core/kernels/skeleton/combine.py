@@ -32,7 +32,9 @@ if (with_logits != 0u) {
 }
 const float one = all != 0.0f ? exp2(top - highest) : 0.0f;
 share[thread] = one;
-const float weight = simd_sum(one * all);
+float weight = one * all;
+VQ_UNROLL
+for (uint o = 1u; o < 32u; o <<= 1) weight += simd_shuffle_xor(weight, ushort(o));  // in an order that is promised
 if (lane == 0u) marks[16u + sg] = weight;
 threadgroup_barrier(mem_flags::mem_threadgroup);
 float whole = extra;

@@ -11,6 +11,7 @@ The skeleton owns everything else: queries, softmax, masks, pages, rows, the exa
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -19,7 +20,7 @@ import attrs
 import mlx.core as mx
 
 from vq_core.errors import PluginError
-from vq_core.kernels.rules import TINY
+from vq_core.kernels.rules import TINY, stripped
 
 SIMD = 32
 UNITS = (64, 128, 32)
@@ -115,8 +116,12 @@ def _wrong(s: Snippet) -> str:
     for name in (*s.constants, *s.integers):
         if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or name in ("t", "c", "u"):
             return f"{name!r} cannot be the name of a constant or an integer"
-    if any(not u > 0 for u in s.units):
-        return "every unit must be above 0"
+    shared = re.search(r"\b(simd_\w+|\w*_barrier)\s*\(", stripped("\n".join((s.header, s.numbers, s.affine))))
+    if shared:
+        return f"its text calls {shared[1]}: lanes call a snippet at different times, so they cannot exchange anything"
+    for unit in s.units:
+        if not (isinstance(unit, float) and 0 < unit < math.inf and math.frexp(unit)[0] == 0.5):
+            return f"unit {unit!r}: a power of two, as a float, is accepted"
     return ""
 
 

@@ -35,7 +35,7 @@ def weighted(snippet: Snippet, width: int, unit: int, numbers: str, by_token: st
     lanes = 1 << (-(-width // C) - 1).bit_length()
     step = SIMD // lanes * T
     several = next(n for n in AHEAD if unit % (step * n) == 0 or n == 1)
-    weight = "weights[weighing + (t + i) * M + m]"
+    weight = "weights[weighing + (place + i) * M + m]"
     add = f"""
       VQ_UNROLL
       for (int i = 0; i < {T}; ++i) {{
@@ -79,12 +79,12 @@ def weighted(snippet: Snippet, width: int, unit: int, numbers: str, by_token: st
         }}
       }}
 """
-    # Past the last token weights are zero, and a page's empty places hold zeros: no guard, so that loads are batched.
+    # No guard, so that loads are batched: past the last token its numbers are read once more, with a weight of zero.
     return f"""
   for (int t0 = int(run_token) * {T}; t0 < {unit}; t0 += {step * several}) {{
     VQ_UNROLL
     for (int more = 0; more < {several}; ++more) {{
-      const int t = t0 + more * {step}, c = run_channel;
+      const int place = t0 + more * {step}, t = min(place, int(count) - {T}), c = run_channel;
       VQ_LOCAL(float, u, {T * C});
       {numbers};
 {add}
@@ -106,7 +106,9 @@ for (int m = 0; m < M; ++m) {{
     for (int j = 0; j < RUN; ++j) sums_of[m * RUN + j] += simd_shuffle_xor(sums_of[m * RUN + j], ushort(o));
   }}
 {scale}
-  const float all = simd_sum(sum[m]);
+  float all = sum[m];
+  VQ_UNROLL
+  for (uint o = 1u; o < {SIMD}u; o <<= 1) all += simd_shuffle_xor(all, ushort(o));
   if (lane == 0u) {{
     const float highest = top[m];
     marks[(sg * uint(M) + uint(m)) * 2u] = highest;
