@@ -63,14 +63,11 @@ def fit_of(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtyp
     return found
 
 
-def told(view: CacheView) -> tuple[str, str]:
-    """What the kernel tier is for a reading, for the report, or why it is not taken."""
-    return _told(fit(view))
-
-
-def told_of(keys: BoundSide, values: BoundSide) -> tuple[str, str]:
-    """The same of two sides that hold nothing yet."""
-    return _told(fit_of(keys, values, getattr(mx, keys.ctx.dtype), (), ()))
+def told_of(
+    keys: BoundSide, values: BoundSide, key_fields: Dtypes = (), value_fields: Dtypes = ()
+) -> tuple[str, str]:  # fmt: skip
+    """What the kernel tier is for two sides, for the report, or why it is not taken."""
+    return _told(fit_of(keys, values, getattr(mx, keys.ctx.dtype), key_fields, value_fields))
 
 
 def require(keys: BoundSide, values: BoundSide) -> None:

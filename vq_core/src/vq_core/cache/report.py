@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import mlx.core as mx
 
-from vq_core.attention.choice import told, told_of
+from vq_core.attention.choice import told_of
 from vq_core.cache.history import History
 from vq_core.cache.policy import LayerPolicy
+from vq_core.cache.store import PageStore
 from vq_core.cache.tagged import ReadCount
 from vq_core.plugins.binding import BoundSide
 
@@ -121,8 +123,17 @@ def _tier(policy: LayerPolicy, history: History) -> str:
     """The tier of a decode step, and why it is not a faster one."""
     if policy.attention in ("mlx", "reference"):
         return policy.attention
-    said, why = told(history.view()) if any(history.lengths) else told_of(*history.bound.values())
+    # From the stores and not from a reading: a reading makes page tables, which would then be held and counted.
+    bound, stores = history.bound, history.stores
+    said, why = told_of(bound["keys"], bound["values"], _widened(stores["keys"]), _widened(stores["values"]))
     return said or f"mlx (kernel: {why})"
+
+
+def _widened(store: PageStore) -> tuple[mx.Dtype, ...]:
+    """Dtypes of a store's fields where they may have widened, as in :func:`vq_core.attention.choice.field_dtypes`."""
+    fields = store.layout.fields
+    held = store.paged | store.sequence
+    return tuple(held[f.name].dtype for f in fields) if store.layout.widens and len(held) == len(fields) else ()
 
 
 def _bytes(history: History) -> Bytes:
