@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from vq_core import PackedKVCache
 from vq_core.api.facts import PrepareContext
 from vq_core.attention.verifying import SHAPES, Shape, installed, pass_kernel
 from vq_core.attention.verifying.installed import passes
@@ -184,3 +185,12 @@ def test_what_has_no_reference_is_refused() -> None:
     with pytest.raises(PluginError, match=r"verifying\.pass_kernel"):
         pair_of(*sides, mx.float16).run.equals()
     assert list(pair_of(*sides, mx.float16).run.cases()) == [] and Shape(1, 1, (1,)).splits == (1, 2)
+
+
+def test_the_report_of_a_field_that_has_widened_names_its_kernel() -> None:
+    """And asking for it makes nothing that is held."""
+    cache = PackedKVCache(method="kivi:bits=2", kernels="simulator", residual=0)
+    x = mx.full((1, 2, 64, 64), 1e6, mx.bfloat16)
+    cache.update_and_fetch(x, x)
+    held = cache.nbytes
+    assert cache.report().attention.endswith("_64_64_b_u32ffu32ff") and cache.nbytes == held
