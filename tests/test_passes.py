@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from vq_core import PackedKVCache
-from vq_core.api.facts import PrepareContext
+from vq_core.api.facts import SIDES, PrepareContext
 from vq_core.attention.verifying import SHAPES, Shape, installed, pass_kernel
+from vq_core.attention.verifying.decoding import decoding_kernels
 from vq_core.attention.verifying.installed import passes
+from vq_core.attention.verifying.matrix import matrix_kernel
 from vq_core.errors import PluginError, UnsupportedShapeError
 from vq_core.kernels import Kernel
 from vq_core.kernels.growth import grows
@@ -137,13 +139,55 @@ def test_a_field_that_has_widened_is_another_kernel() -> None:
     assert verify("kivi", wide, "simulator", Simulated()).passed
 
 
+# ---- on tensor cores, and for long queries
+
+
+def in_form(text: str, dim: int, dtype: str) -> Kernel:
+    contexts = [PrepareContext(side, kv_heads=2, key_dim=dim, value_dim=dim, dtype=dtype) for side in SIDES]
+    return matrix_kernel(*(binding.bind(text, ctx, kernels="simulator", device=True) for ctx in contexts))
+
+
+@pytest.mark.parametrize(("text", "dim", "dtype"), [("kivi:bits=2", 128, "float16"), ("kivi:bits=4", 96, "bfloat16")])
+def test_the_pass_on_tensor_cores(text: str, dim: int, dtype: str) -> None:
+    verdict = verify("kivi", in_form(text, dim, dtype), "simulator", Simulated(3))
+    assert verdict.passed and verdict.configurations == 5 and verdict.max_difference < 2e-3, verdict
+
+
+MATRIX_BROKEN = {
+    "what lies past the last token": ("if (step * STEP + STEP > uint(packed))", "if (false)"),
+    "the exact tokens' splits": ("split * 4u + sg", "split * 4u + sg + 1u"),
+    "first tokens": ("old ? sink_k : exact_k", "old ? exact_k : exact_k"),
+}
+
+
+def test_a_broken_pass_on_tensor_cores_differs() -> None:
+    whole = in_form("kivi:bits=2", 64, "float16")
+    step = "step * 64u + 64u > uint(packed)"
+    for name, (old, new) in MATRIX_BROKEN.items():
+        old = f"if ({step})" if new == "if (false)" else old
+        assert old in whole.body, name
+        broken = attrs.evolve(whole, name=f"broken_matrix_{len(name)}", body=whole.body.replace(old, new))
+        verdict = verify("kivi", broken, "simulator", Simulated())
+        assert not verdict.passed and (verdict.error or verdict.differing), f"{name}: {verdict}"
+
+
+@pytest.mark.parametrize(("text", "dim", "dtype"), [("kivi:bits=3", 80, "bfloat16"), ("centred", 64, "float16")])
+def test_decoding_is_that_of_the_hooks_bit_for_bit(text: str, dim: int, dtype: str) -> None:
+    with registered(load_plugin(METHODS / "centred.py")):
+        for kernel in decoding_kernels(*(bound(text, side, dim, dtype) for side in SIDES)):
+            verdict = verify(text, kernel, "simulator", Simulated(1))
+            assert verdict.identical and verdict.configurations == 5, verdict
+
+
 # ---- which are run
 
 
 def test_every_bit_width_head_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     found, refused = passes(resolve("kivi"))
     names = [kernel.name for kernel in found]
-    assert refused == [] and len(set(names)) == len(names) == 4 * (3 * 3 + 1)
+    assert refused == [] and len(set(names)) == len(names)
+    kinds = [sum(name.startswith(start) for name in names) for start in ("attend_kivi_", "gather_", "attend_matrix_")]
+    assert kinds == [4 * (3 * 3 + 1), 4 * 2, 3 * 4] and sum(kinds) == len(names)
     for bits in (2, 3, 4, 8):
         for dim in (64, 80, 128):
             assert {name[len(start)] for name in names if name.startswith(
@@ -152,7 +196,7 @@ def test_every_bit_width_head_size_and_dtype(monkeypatch: pytest.MonkeyPatch) ->
     assert [kernel.name for kernel in passes(resolve("kivi"), only_one=True)[0]] == [
         "attend_kivi_keys_2_32_kivi_values_2_32_128_128_h_u32hhu32hh"
     ]
-    (one,) = [o for o in offered_kernels("kivi", one_pass=True)[0] if o.kernel.stands_for == "attend"]
+    (one,) = [o for o in offered_kernels("kivi", one_pass=True)[0] if o.kernel.name.startswith("attend_")]
     assert one.version.startswith("vq-kivi ")
 
 
@@ -162,7 +206,7 @@ def test_a_one_sided_method_is_run_with_the_partner_and_refusals_are_told(monkey
     facts = attrs.evolve(resolve_of(plugin), verified=("artifact=here",))
     with registered(plugin) as record:
         found, refused = passes(attrs.evolve(record, facts=facts))
-    assert [kernel.name for kernel in found] == [
+    assert [kernel.name for kernel in found if kernel.stands_for == "attend"] == [
         f"attend_kit_exact_2_8_{dim}_picky_{dim}_{dim}_h_hh" for dim in (128, 64)
     ]
     (line,) = refused
@@ -193,4 +237,4 @@ def test_the_report_of_a_field_that_has_widened_names_its_kernel() -> None:
     x = mx.full((1, 2, 64, 64), 1e6, mx.bfloat16)
     cache.update_and_fetch(x, x)
     held = cache.nbytes
-    assert cache.report().attention.endswith("_64_64_b_u32ffu32ff") and cache.nbytes == held
+    assert "_64_64_b_u32ffu32ff (matrix: " in cache.report().attention and cache.nbytes == held

@@ -150,7 +150,11 @@ def _pages(
     order = rng.permutation(count)
     table = np.zeros((rows, max(8, *depths)), np.int32)
     dtypes = {p.name: getattr(mx, p.dtype) for p in side.pointers}
-    fields = {f.name: [_junk(rng, (heads, *f.shape), dtypes[f.name]) for _ in range(count)] for f in layout.fields}
+    # Fields of the sequence have one place a row, the others one a page.
+    places_of = {f.name: rows if f.axis is None else count for f in layout.fields}
+    fields = {
+        f.name: [_junk(rng, (heads, *f.shape), dtypes[f.name]) for _ in range(places_of[f.name])] for f in layout.fields
+    }
     for b, (n, depth) in enumerate(zip(packed, depths, strict=True)):
         if not n:
             continue
@@ -161,8 +165,9 @@ def _pages(
         places = [order[sum(depths[:b]) + d] if scattered else d * rows + b for d in range(depth)]
         table[b, :depth] = places
         for field in layout.fields:
-            for d, place in enumerate(places):
-                fields[field.name][place] = _page(rng, field, found[field.name][0].astype(dtypes[field.name]), d)
+            held = found[field.name][0].astype(dtypes[field.name])
+            for d, place in enumerate([b] if field.axis is None else places):
+                fields[field.name][place] = _page(rng, field, held, d)
     return {name: mx.stack(pages) for name, pages in fields.items()}, mx.array(table) if scattered else NO_TABLE
 
 

@@ -122,7 +122,7 @@ def _tile(side: Side, a: Mapping[str, mx.array], b: int, tokens: int, regular: i
     for pointer in side.pointers:
         if pointer.size:
             x = a[f"{side.prefix}_{pointer.name}"]
-            x = x if pointer.sequence and x.shape[0] == 1 else x[mx.array(places.astype(np.int32))]
+            x = x[b : b + 1] if pointer.sequence else x[mx.array(places.astype(np.int32))]
             # No case holds a NaN but beyond a row's tokens, where it must not matter.
             tile[pointer.name] = mx.where(mx.isnan(x), 0, x) if mx.issubdtype(x.dtype, mx.floating) else x
     return tile

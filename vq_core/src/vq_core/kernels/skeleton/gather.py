@@ -160,9 +160,13 @@ def _kernel(name: str, text: str, side: Side, dim: int, dtype: str) -> Kernel:
         threadgroups=threadgroups,
         equals=_not_here,
         cases=lambda: (),
+        # A snippet's own arithmetic may be contracted on a GPU: within a last place of the dtype then.
+        exact=False,
+        tolerance={"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6}[dtype],
         check=check,
     )
 
 
 def _not_here(*inputs: mx.array, **parameters: object) -> list[mx.array]:
-    raise NotImplementedError
+    """What is decoded only the bound method's own hooks can say."""
+    raise PluginError("a decoding kernel is compared by what vq_core.attention.verifying.decoding makes of it")

@@ -161,7 +161,7 @@ def matrix_text(keys: MatrixSnippet, values: MatrixSnippet, laid: MatrixPlan | N
     if (keys.side, values.side) != ("keys", "values"):
         raise PluginError(f"matrix snippets {keys.name!r} and {values.name!r} are not of keys and of values")
     laid = laid or plan(keys, values)
-    D, V, at, defines, loads = keys.head_dim, values.head_dim, 0, [], []
+    D, V, at, defines, loads, clear = keys.head_dim, values.head_dim, 0, [], [], []
     for snippet in (keys, values):
         k, blocks = snippet.prefix, snippet.page // BLOCK
         loads.append(
@@ -178,6 +178,9 @@ def matrix_text(keys: MatrixSnippet, values: MatrixSnippet, laid: MatrixPlan | N
                 f"matrix_copy<{size // 4}>(to + {at // 4}u, "
                 f"vq_view<uint4>({k}_{field.name}) + {k}_first * {field.words // 4}u, lane);"
             )
+            if snippet is values:
+                words = f"{name}_AT + filled * {name}_WORDS + i"
+                clear.append(f"for (uint i = lane; i < (UNIT - filled) * {name}_WORDS; i += 32u) mine[{words}] = 0u;")
             at += size
     bytes_ = max(laid.warps * laid.stages * at * 4, laid.warps * 8 * (V + 4) * 4)
     constants = {
@@ -185,6 +188,7 @@ def matrix_text(keys: MatrixSnippet, values: MatrixSnippet, laid: MatrixPlan | N
         "WARPS": f"{laid.warps}u", "STAGES": f"{laid.stages}u", "STEP_SIZE": f"{at // 4}u",
         "STEP": f"{laid.unit * BLOCK}u", "KEY_SCALE": f"{keys.scale:.9e}f", "HEADROOM": f"{text.HEADROOM}f",
         "FIRST_FIELD_shape": f"k_{keys.fields[0].name}_shape", "LOAD": "\n      ".join(loads),
+        "CLEAR": "\n    ".join(clear),
     }  # fmt: skip
 
     def filled(part: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 
-from vq_core.errors import UnsupportedShapeError
+from vq_core.errors import PluginError, UnsupportedShapeError
 from vq_core.kernels.kernel import Call, Kernel, Output
 from vq_core.kernels.skeleton import portable
 from vq_core.kernels.skeleton.kernels import MERGE
@@ -132,4 +132,5 @@ VQ_SHARED_PTR(float) partial = weights + {weights}u;
 
 
 def _not_here(*inputs: mx.array, **parameters: object) -> Sequence[mx.array]:
-    raise NotImplementedError
+    """What a pass gives only the bound methods' own hooks can say."""
+    raise PluginError("a pass kernel is compared by what vq_core.attention.verifying.matrix makes of it")

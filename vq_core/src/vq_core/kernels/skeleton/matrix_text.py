@@ -118,6 +118,12 @@ for (uint step = low + warp; step < high; step += WARPS) {
   simdgroup_barrier(mem_flags::mem_threadgroup);
   VQ_SHARED_PTR(uint) mine = ring + (warp * STAGES + slot) * (STEP_SIZE * 4u);
   slot = slot + 1u == STAGES ? 0u : slot + 1u;
+  if (step * STEP + STEP > uint(packed)) {
+    // What lies in blocks past the last token may be NaN, and zero times that is not zero.
+    const uint filled = (uint(packed) - step * STEP + 31u) / 32u;
+    CLEAR
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
   VQ_LOCAL(float4, c, 2 * UNIT);
   VQ_LOCAL(uint, p, 4 * UNIT);
   matrix_scores(mine, lane, query, c);

@@ -1,0 +1,58 @@
+"""The pass on tensor cores, with the exact tokens in its launch, as its cases and reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from vq_core.attention.choice import pair_of
+from vq_core.attention.fused import NOTHING
+from vq_core.attention.verifying.cases import SHAPES, cases
+from vq_core.attention.verifying.reference import reference
+from vq_core.errors import UnsupportedShapeError
+from vq_core.kernels.kernel import Case, Kernel
+from vq_core.kernels.skeleton.matrix_kernels import matrix_pair
+from vq_core.plugins.binding import BoundSide
+
+SERVED = tuple(shape for shape in SHAPES if shape.mask in ("", "causal") and not shape.wide)
+"""Without masks that are arrays."""
+
+
+def matrix_kernel(keys: BoundSide, values: BoundSide) -> Kernel:
+    """The kernel of two sides in device form with a reference and cases; compared are the merged outputs.
+
+    Raises:
+        UnsupportedShapeError: a side holds its pages in no form for tensor cores.
+    """
+    for side in (keys, values):
+        if side.held is None or side.held.matrix is None or side.snippet is None:
+            raise UnsupportedShapeError(f"{side.choice.label} holds its {side.ctx.side} in no form for tensor cores")
+    assert keys.held is not None and values.held is not None
+    dtype = getattr(mx, keys.ctx.dtype)
+    # The portable skeleton reads the same form, so its inputs are these and its reference is this one's.
+    portable = pair_of(keys, values, dtype)
+    own = matrix_pair(keys.held.matrix, values.held.matrix, keys.ctx.dtype)
+    told = reference(portable, keys, values)
+
+    def equals(*inputs: mx.array, **numbers: Any) -> Sequence[mx.array]:
+        a: Mapping[str, mx.array] = dict(zip(own.run.inputs, inputs, strict=True)) | {"mask": NOTHING}
+        return merged(*told(*(a[name] for name in portable.run.inputs), masked=0, **numbers))
+
+    def some() -> Iterator[Case]:
+        for case in cases(portable, keys, values, SERVED):
+            a = dict(zip(portable.run.inputs, case.inputs, strict=True))
+            numbers = {name: case.parameters[name] for name in own.run.numbers}
+            yield Case(tuple(a[name] for name in own.run.inputs), numbers, case.name)
+
+    return attrs.evolve(own.run, equals=equals, cases=some, compared=merged)
+
+
+def merged(sums: mx.array, tops: mx.array) -> tuple[mx.array, ...]:
+    """One softmax of all splits, (B, H, R * L, D) float32; a split without tokens has weights of zero."""
+    top = mx.where(tops[..., 1] > 0, tops[..., 0], -3.0e38)
+    share = mx.where(tops[..., 1] > 0, mx.exp((top - top.max(axis=2, keepdims=True)) * math.log(2)), 0)
+    return ((sums * share[..., None]).sum(axis=2) / (tops[..., 1] * share).sum(axis=2)[..., None],)
