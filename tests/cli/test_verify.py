@@ -101,7 +101,7 @@ def test_a_kernel_that_does_not_run(vq: Any, body: str, said: str) -> None:
     with registered(tripled(kernel(body=body))):
         status, out, _ = vq("verify", "--backend", "simulator", "--limit", 4)
     assert status == 1 and "did not run" in out and said in out
-    assert out.count("identical") + out.count("within its") == 12, "the others are verified all the same"
+    assert out.count("identical") + out.count("within its") == 14, "the others are verified all the same"
 
 
 def test_a_broken_method_is_listed_and_stops_nothing(vq: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_a_broken_method_is_listed_and_stops_nothing(vq: Any, monkeypatch: pytes
     )
     monkeypatch.setattr(registry, "_records", [*registry._records, lost])  # type: ignore[misc]
     status, out, err = vq("verify", "--backend", "simulator", "--limit", 1)
-    assert status == 0 and "12 kernels, all right" in out
+    assert status == 0 and "14 kernels, all right" in out
     assert err == "not verified: vq-example:lost is broken: no [such] module\n"
 
 

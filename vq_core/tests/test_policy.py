@@ -51,7 +51,7 @@ def test_text_makes_the_same_policy(echo: Make) -> None:
         ({"method": "echo", "residual": 1.5}, "residual"),
         ({"method": "echo", "residual": True}, "residual"),
         ({"method": "echo", "sink_tokens": -1}, "sink_tokens"),
-        ({"method": "echo", "attention": "fast"}, "attention must be one of auto, kernel, mlx, reference"),
+        ({"method": "echo", "attention": "fast"}, "attention must be one of auto, matrix, kernel, mlx, reference"),
         ({"method": "echo", "fallback": "ignore"}, "fallback must be one of error, warn"),
     ],
 )

@@ -20,7 +20,7 @@ Keys = Annotated[str | None, typer.Option(help="Method of the keys.")]
 Values = Annotated[str | None, typer.Option(help="Method of the values.")]
 Residual = Annotated[int, typer.Option(help="Newest tokens that stay exact.")]
 SinkTokens = Annotated[int, typer.Option(help="First tokens that stay exact.")]
-Attention = Annotated[str, typer.Option(help="auto, kernel, mlx or reference.")]
+Attention = Annotated[str, typer.Option(help="auto, matrix, kernel, mlx or reference.")]
 Fallback = Annotated[str, typer.Option(help="When a method's attention fails its probe: error or warn.")]
 
 Windows = Annotated[str, typer.Option(help="Layers with a sliding window: auto, packed or native.")]
