@@ -12,8 +12,9 @@ CASES = {4096: (2, 4), 32768: (2, 4), 131072: (2, 4)}
 
 
 def filled(bits, tokens):
+    """A cache of random tokens."""
     cache = PackedKVCache(method=f"kivi:bits={bits}", residual=128, attention="kernel")
-    for begin in range(0, tokens, 16384):
+    for begin in range(0, tokens, 16_384):
         shape = (1, 8, min(16384, tokens - begin), 128)
         cache.update_and_fetch(*(mx.random.normal(shape).astype(mx.float16) for _ in "kv"))
         mx.eval(cache.state[1:])
