@@ -98,3 +98,16 @@ def test_prefill_reads_the_device_form() -> None:
     want = attend(cache._view(), q, scale=0.1, mask="causal", tier="reference")
     a, b = (np.array(x.astype(mx.float32)) for x in (got, want))
     assert np.linalg.norm(a - b) < 2e-3 * np.linalg.norm(b)
+
+
+def test_scales_that_tensor_cores_do_not_take() -> None:
+    """Left to itself a cache in device form goes on with the portable tier; asked for by name it says the limit."""
+    cache, q = filled(), random(3, 1, 4, 2, 64)
+    for scale in (0.0, -0.125):
+        with pytest.raises(UnsupportedShapeError, match="attention='matrix': a scale of .*above 0"):
+            cache.attend(q, scale=scale, mask="causal")
+        got, want = (
+            np.array(attend(cache._view(), q, scale=scale, mask="causal", tier=tier)).astype(np.float32)
+            for tier in ("auto", "reference")
+        )
+        assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want)
