@@ -104,7 +104,7 @@ def test_scales_that_tensor_cores_do_not_take() -> None:
     """Left to itself a cache in device form goes on with the portable tier; asked for by name it says the limit."""
     cache, q = filled(), random(3, 1, 4, 2, 64)
     for scale in (0.0, -0.125):
-        with pytest.raises(UnsupportedShapeError, match="attention='matrix': a scale of .*above 0"):
+        with pytest.raises(UnsupportedShapeError, match=r"attention='matrix': a scale of .*above 0"):
             cache.attend(q, scale=scale, mask="causal")
         got, want = (
             np.array(attend(cache._view(), q, scale=scale, mask="causal", tier=tier)).astype(np.float32)
