@@ -113,7 +113,8 @@ def describe(
         notes.append(f"a dense side was made {reads.dense} times")
     return LayerReport(
         layer, policy.keys.text, policy.values.text, tokens, packed, exact, approximate, _bytes(history),
-        reads.updates, reads.packed, reads.lost, _tier(policy, history, reads), _operations(history), sliding, tuple(notes),
+        reads.updates, reads.packed, reads.lost, _tier(policy, history, reads), _operations(history), sliding,
+        tuple(notes),
     )  # fmt: skip
 
 
