@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -154,3 +156,60 @@ def test_shapes_that_do_not_fit(q: tuple[int, ...], mask: tuple[int, ...] | None
     assert cache.nbytes == before
     with pytest.raises(CacheStateError):
         PackedKVCache(method="kivi").attend(random(3, 1, 4, 1, 64), scale=0.125)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mask": np.ones((1, 300), np.bool_)}, "mask of type ndarray"),
+        ({"mask": [[True]]}, "mask of type list"),
+        ({"sinks": np.zeros(4, np.float32)}, "sinks must be an MLX array"),
+        ({"sinks": [0.0] * 4}, "sinks must be an MLX array"),
+        ({"scale": None}, "scale None is no number"),
+        ({"scale": float("nan")}, "scale nan: a finite number"),
+        ({"scale": 1e40}, "scale 1e\\+40: a finite number"),
+    ],
+)
+@pytest.mark.parametrize("tier", ["kernel", "reference"])
+def test_what_is_no_mask_no_scale_and_no_sinks(given: dict[str, object], words: str, tier: str) -> None:
+    cache, q = filled(attention=tier), random(3, 1, 4, 1, 64)
+    with pytest.raises(UnsupportedShapeError, match=words):
+        cache.attend(q, **({"scale": 0.125} | given))  # type: ignore[arg-type]
+
+
+def test_a_scale_that_is_an_array_is_read_at_each_call() -> None:
+    """Steps are kept by the number, not by the array that held it."""
+    cache, q, scale = filled(), random(3, 1, 4, 1, 64), mx.array([0.125])
+    want = [np.array(cache.attend(q, scale=s)) for s in (0.125, 0.5)]
+    got = [np.array(cache.attend(q, scale=scale))]  # type: ignore[arg-type]
+    scale[0] = 0.5
+    got.append(np.array(cache.attend(q, scale=scale)))  # type: ignore[arg-type]
+    assert np.array_equal(got, want)
+
+
+ELSEWHERE = """
+import threading
+import mlx.core as mx
+import vq_core.attention.fused
+from vq_core import PackedKVCache
+
+x, outs = mx.random.normal((1, 2, 300, 64)).astype(mx.float16), []
+mx.eval(x)
+
+def attend():
+    for tier in ("kernel", "matrix"):
+        cache = PackedKVCache(method="kivi:bits=2", residual=16, attention=tier, kernels="simulator")
+        cache.update_and_fetch(x, x)
+        outs.append(cache.attend(x[:, :, :1], scale=0.125).tolist())
+
+thread = threading.Thread(target=attend)
+thread.start()
+thread.join()
+assert len(outs) == 2
+"""
+
+
+def test_a_process_that_first_attends_on_another_thread() -> None:
+    """As mlx-lm's server does. What is made at import must not be lazy: it would belong to the importing thread."""
+    run = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr

@@ -98,3 +98,33 @@ def test_prefill_reads_the_device_form() -> None:
     want = attend(cache._view(), q, scale=0.1, mask="causal", tier="reference")
     a, b = (np.array(x.astype(mx.float32)) for x in (got, want))
     assert np.linalg.norm(a - b) < 2e-3 * np.linalg.norm(b)
+
+
+def test_scales_that_tensor_cores_do_not_take() -> None:
+    """Left to itself a cache in device form goes on with the portable tier; asked for by name it says the limit."""
+    cache, q = filled(), random(3, 1, 4, 2, 64)
+    for scale in (0.0, -0.125):
+        with pytest.raises(UnsupportedShapeError, match=r"attention='matrix': a scale of .*above 0"):
+            cache.attend(q, scale=scale, mask="causal")
+        got, want = (
+            np.array(attend(cache._view(), q, scale=scale, mask="causal", tier=tier)).astype(np.float32)
+            for tier in ("auto", "reference")
+        )
+        assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("method", ["kivi:bits=2", "kivi:bits=4"])
+@pytest.mark.parametrize(("dtype", "size"), [(mx.float16, 0.0), (mx.bfloat16, 0.0), (mx.bfloat16, 2.0**-130)])
+def test_queries_of_nothing(method: str, dtype: mx.Dtype, size: float) -> None:
+    """A head whose query is zero, or too small for its power of two to be divided by, weighs all tokens alike."""
+    cache = filled(method=method, dtype=dtype)
+    numbers = np.array(random(3, 1, 4, 2, 64)).astype(np.float32)
+    numbers[:, 1] *= size
+    q = mx.array(numbers).astype(dtype)
+    got, want = (
+        np.array(attend(cache._view(), q, scale=0.125, mask="causal", tier=tier).astype(mx.float32))
+        for tier in ("matrix", "reference")
+    )
+    for head in range(4):
+        error = np.linalg.norm(got[:, head] - want[:, head]) / np.linalg.norm(want[:, head])
+        assert error < (1e-2 if dtype == mx.bfloat16 else 2e-3)

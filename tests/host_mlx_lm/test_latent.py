@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from vq_core import PackedKVCache
+from vq_core import PackedKVCache, UnsupportedShapeError
 from vq_core.attention.packed import stock_attention
+from vq_core.cache.tagged import reading_of
 from vq_core.hosts.mlx_lm import hook
 
 from .models import build, prompt
@@ -69,3 +70,25 @@ def test_a_model_with_a_latent_cache_reads_codes_in_single_steps(compress: Any, 
         assert entry.status == "dense" and "single tokens attend to the latent's codes" in entry.reason
         # Three chunks of the prompt are read densely, each single token's attention is not.
         assert entry.report.lost == 3 and entry.report.attentions == entry.report.updates - 3
+
+
+def test_the_report_does_not_claim_a_kernel(compress: Any, generate: Any) -> None:
+    """Of latent attention, which plain operations do, even where both sides alone would be for a fused kernel."""
+    model = build("deepseek_v3")
+    handle = compress(model, "kivi:bits=4", residual=8, kernels="simulator")
+    caches = handle.make_cache()
+    generate(model, prompt(70), 4, prompt_cache=caches)
+    for cache in caches:
+        assert cache.reads.latent == cache.reads.packed > 0
+        assert cache.report().attention.startswith("mlx (kernel: latent attention (MLA) reads the keys as values too")
+
+
+def test_a_kernel_asked_for_by_name_says_why_not() -> None:
+    cache = PackedKVCache(method="kivi:bits=4", residual=16, attention="kernel", kernels="simulator")
+    latent = mx.random.normal((1, 1, 100, 64))
+    cache.update_and_fetch(latent, latent)
+    tag, _ = cache.update_and_fetch(latent[:, :, :1], latent[:, :, :1])
+    reading = reading_of(tag, tag)
+    assert reading is not None
+    with pytest.raises(UnsupportedShapeError, match=r"attention='kernel': latent attention .* no fused kernel"):
+        reading.attend(latent[:, :, :1], scale=0.1)

@@ -124,9 +124,14 @@ def field_dtypes(side: SideView) -> Dtypes:
     return tuple(side.pages.stored(f.name).dtype for f in layout.fields) if layout.widens and side.pages.count else ()
 
 
+LATENT = "latent attention (MLA) reads the keys as values too, which no fused kernel does"
+
+
 def _fit(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes, value_fields: Dtypes) -> Fit:
     if keys.backend is None:
         return Fit(None, None, keys.no_backend, dense_why=keys.no_backend, matrix_why=keys.no_backend)
+    if latent(keys, values):
+        return Fit(None, keys.backend, LATENT, dense_why=LATENT, matrix_why=LATENT)
     matrix, matrix_why = _matrix(keys, values, exact, (*key_fields, *value_fields))
     for side in (keys, values):
         if side.snippet is None:

@@ -211,9 +211,10 @@ def rows_at_once(kernels: Pair, total: int) -> int:
     return -(-total // -(-total // kernels.rows))
 
 
-NOTHING = mx.zeros((1, 1, 1, 8), mx.float32)
-NO_TABLE = mx.zeros((1, 8), mx.int32)
-NO_LOGITS = mx.zeros((8,), mx.float32)
+# From numbers and not from mx.zeros: a lazy array could be evaluated only on the thread that imports this.
+NOTHING = mx.array([[[[0.0] * 8]]], mx.float32)
+NO_TABLE = mx.array([[0] * 8], mx.int32)
+NO_LOGITS = mx.array([0.0] * 8, mx.float32)
 
 
 @lru_cache(maxsize=64)

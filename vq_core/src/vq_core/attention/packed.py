@@ -25,6 +25,7 @@ from vq_core.attention.step import attend_step
 from vq_core.attention.tiled import attend_tiled
 from vq_core.attention.view import CacheView, Columns
 from vq_core.errors import CacheStateError, UnsupportedShapeError
+from vq_core.kernels.skeleton.matrix import INFINITE_BITS, scale_bits
 
 STEP_QUERIES = 16
 """Longest query that takes the one-step path; longer ones decode tiles, which costs less per query."""
@@ -63,15 +64,16 @@ def attend(
 
     Raises:
         CacheStateError: the cache is empty.
-        UnsupportedShapeError: queries, mask or sinks that do not fit the cache, or a tier asked for by name that
+        UnsupportedShapeError: queries, scale, mask or sinks that do not fit the cache, or a tier asked for by name that
             cannot do it, naming the limit.
         PluginError: a kernel fails its probe.
     """
-    key = None if trying or isinstance(mask, mx.array) else _key(view, queries, scale, mask, sinks, tier)
+    key = None if trying else _key(view, queries, scale, mask, sinks, tier)
     step = None if key is None else _steps.get(key) or _grown(view, key)
     if step is not None:
         return step(view, queries, sinks)
     _check(view, queries, sinks)
+    scale = _number(scale)
     B, heads, L, D = queries.shape
     checked = read_mask(mask, view, heads, L)
     if tier != "reference" and _as_stock(view, checked, sinks):
@@ -100,16 +102,22 @@ def attend(
     return out.reshape(B, heads, L, -1).astype(queries.dtype)
 
 
+HIGHEST_SCALE = 1e38
 MOST_STEPS = 1024
 _steps: dict[Any, Step] = {}
 """Steps by all that they depend on: the layers of a model share one, and a step made ready needs no check."""
 
 
 def _key(
-    view: CacheView, queries: mx.array, scale: float, mask: str | None, sinks: mx.array | None, tier: str
+    view: CacheView, queries: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None, tier: str
 ) -> tuple[Any, ...] | None:
-    """What a ready step depends on, what grows with each token last; ``None`` where that cannot be told."""
+    """What a ready step depends on, what grows with each token last.
+
+    ``None`` where that cannot be told, and for what :func:`_check` refuses.
+    """
     keys, values = view.keys, view.values
+    if not (mask is None or isinstance(mask, str)) or type(scale) is not float:
+        return None
     if not isinstance(queries, mx.array) or not (sinks is None or isinstance(sinks, mx.array)):
         return None
     told = None if sinks is None else (sinks.shape, sinks.dtype)
@@ -150,7 +158,7 @@ def _by_kernels(
         return attend_scratch(view, found, queries, scale, mask, sinks).astype(queries.dtype)
     why = ""
     if tier != "kernel":
-        why = _why_no_matrix(view, found, queries, mask)
+        why = _why_no_matrix(view, found, queries, scale, mask)
         if not why:
             assert found.matrix is not None
             why = "" if trying else proven(view, found, queries, "matrix", 0, fallback)
@@ -168,12 +176,14 @@ def _by_kernels(
     return None
 
 
-def _why_no_matrix(view: CacheView, found: Fit, queries: mx.array, mask: Mask) -> str:
+def _why_no_matrix(view: CacheView, found: Fit, queries: mx.array, scale: float, mask: Mask) -> str:
     """Why tensor cores do not serve some queries; nothing where they do."""
     if found.matrix is None:
         return found.matrix_why
     if mask.array is not None:
         return "masks that are arrays are not for tensor cores"
+    if not 0 < scale_bits(scale) < INFINITE_BITS:
+        return f"a scale of {scale}: on tensor cores it must be above 0"
     if queries.dtype != view.keys.exact.dtype:
         return f"queries of {queries.dtype} over exact tokens of {view.keys.exact.dtype}"
     return ""
@@ -203,8 +213,21 @@ def _check(view: CacheView, queries: mx.array, sinks: mx.array | None) -> None:
         raise UnsupportedShapeError(
             f"{queries.shape[1]} query heads: the number must be a multiple of the {view.heads} KV heads"
         )
+    if sinks is not None and not isinstance(sinks, mx.array):
+        raise UnsupportedShapeError(f"sinks must be an MLX array (H_q,) or None, got {type(sinks).__name__}")
     if sinks is not None and sinks.shape != (queries.shape[1],):
         raise UnsupportedShapeError(f"sinks of shape {sinks.shape}: one logit a query head, ({queries.shape[1]},)")
+
+
+def _number(scale: Any) -> float:
+    """A scale that was checked: finite, and so in the kernels' float32."""
+    try:
+        found = float(scale)
+    except (TypeError, ValueError):
+        raise UnsupportedShapeError(f"scale {scale!r} is no number; usual is D ** -0.5") from None
+    if not abs(found) <= HIGHEST_SCALE:
+        raise UnsupportedShapeError(f"scale {found}: a finite number up to {HIGHEST_SCALE:.0e} is accepted")
+    return found
 
 
 def _reference(view: CacheView, q: mx.array, mask: Mask, sinks: mx.array | None) -> mx.array:

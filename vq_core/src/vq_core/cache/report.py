@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from vq_core.attention.choice import told_of
+from vq_core.attention.choice import LATENT, told_of
 from vq_core.cache.history import History
 from vq_core.cache.policy import LayerPolicy
 from vq_core.cache.tagged import ReadCount
@@ -113,14 +113,17 @@ def describe(
         notes.append(f"a dense side was made {reads.dense} times")
     return LayerReport(
         layer, policy.keys.text, policy.values.text, tokens, packed, exact, approximate, _bytes(history),
-        reads.updates, reads.packed, reads.lost, _tier(policy, history), _operations(history), sliding, tuple(notes),
+        reads.updates, reads.packed, reads.lost, _tier(policy, history, reads), _operations(history), sliding,
+        tuple(notes),
     )  # fmt: skip
 
 
-def _tier(policy: LayerPolicy, history: History) -> str:
+def _tier(policy: LayerPolicy, history: History, reads: ReadCount) -> str:
     """The tier of a decode step, and why it is not a faster one."""
     if policy.attention in ("mlx", "reference"):
         return policy.attention
+    if reads.latent and history.bound["keys"].backend is not None:
+        return f"mlx (kernel: {LATENT})"
     fields = []
     for side, bound in history.bound.items():
         held = history.stores[side].paged | history.stores[side].sequence

@@ -82,7 +82,8 @@ float back = 1.0f;
   }
   highest = max(highest, simd_shuffle_xor(highest, 1u));
   highest = max(highest, simd_shuffle_xor(highest, 2u));
-  const uint power = min(as_type<uint>(highest) >> 23, 252u);
+  // Not below 2^-119: what divides by it is folded once more, and infinity times a query of zeros is not zero.
+  const uint power = min(max(as_type<uint>(highest) >> 23, 8u), 252u);
   const float down = as_type<float>((253u - power) << 23);
   back = as_type<float>((power + 1u) << 23);
   VQ_UNROLL
