@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from vq_core import CacheStateError, PackedKVCache, UnsupportedShapeError
+from vq_core import CacheStateError, PackedKVCache, SettingsError, UnsupportedShapeError
+from vq_core.attention.packed import attend
 from vq_core.evaluate.random_attention import run
 from vq_core.testing import load_plugin, registered
 
@@ -195,3 +196,9 @@ def test_a_row_without_tokens_gives_zeros(tier: str, method: str) -> None:
     assert cache.trim(50) == 50
     got = np.array(cache.attend(q, scale=0.125).astype(mx.float32))
     assert np.isfinite(got).all() and got[0].any() and not got[1].any()
+
+
+def test_a_tier_of_another_name() -> None:
+    cache, q = filled(), random(3, 1, 4, 1, 64)
+    with pytest.raises(SettingsError, match=r"attention must be one of auto, .*; got 'Kernel'"):
+        attend(cache._view(), q, scale=0.125, tier="Kernel")
