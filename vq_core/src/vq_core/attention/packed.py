@@ -116,7 +116,7 @@ def _key(
 ) -> tuple[Any, ...] | None:
     """What a ready step depends on; ``None`` where that cannot be told, and for what :func:`_check` refuses."""
     keys, values = view.keys, view.values
-    if not (mask is None or isinstance(mask, str)) or type(scale) is not float:
+    if not (mask is None or isinstance(mask, str)) or not isinstance(scale, (float, int)):
         return None
     if not isinstance(queries, mx.array) or not (sinks is None or isinstance(sinks, mx.array)):
         return None
