@@ -43,7 +43,7 @@ v = simd_max(simd_shuffle(v, lane ^ 1u)) + simd_shuffle_xor(v, 2u) + simd_broadc
 v += simd_shuffle_up(v, 1u) + simd_shuffle_down(v, 1u) + float(simd_prefix_exclusive_sum(n));
 n += simd_ballot(v > 0.0f) + (simd_any(v > 1.0f) ? 1u : 0u) + (simd_all(v > 1.0f) ? 1u : 0u);
 n += simd_prefix_inclusive_sum(n);
-v = vq_sub(vq_add(vq_mul(v, v), v), vq_div(v, 2.0f));
+v = vq_sub(vq_add(vq_mul(v, v), v), vq_div(v, 2.0f)) + vq_fraction(5u);
 if (v == INFINITY || v != NAN) v = 0.5f;
 v = rint(v) + round(v) + floor(v) + ceil(v) + trunc(v) + fabs(v) + abs(v) + copysign(v, v) + sqrt(fabs(v));
 v = fma(v, v, clamp(min(v, 1.0f), 0.0f, max(v, 2.0f)));

@@ -57,6 +57,35 @@ def test_repeated_runs_are_identical_to_the_bit() -> None:
     assert all(np.array_equal(first, np.array(cache.attend(q, scale=0.125, mask="causal"))) for _ in range(3))
 
 
+@pytest.mark.parametrize("tier", ["kernel", "matrix"])
+@pytest.mark.parametrize("options", [{}, {"sliding": 200}, {"sink_tokens": 3}])
+def test_a_kept_step_gives_what_a_new_one_gives(
+    tier: str, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over updates with and without a flush, two layers in turn, one query and three: bit for bit."""
+    from vq_core.attention import packed
+
+    monkeypatch.setattr(packed, "_steps", {})
+    caches = [filled(150, attention=tier, **options) for _ in range(2)]
+    made = []
+    monkeypatch.setattr(
+        packed, "_by_kernels", lambda *a, made=made, real=packed._by_kernels: made.append(a) or real(*a)
+    )
+    for step in range(45):
+        L = 3 if step % 7 == 6 else 1
+        for layer, cache in enumerate(caches):
+            cache.update_and_fetch(random(step + layer, 1, 2, L, 64), random(step + layer + 99, 1, 2, L, 64))
+            view, q = cache._view(), random(step, 1, 4, L, 64)
+            got = np.array(attend(view, q, scale=0.125, mask="causal", tier=tier))
+            kept, packed._steps = packed._steps, {}
+            count = len(made)
+            want = np.array(attend(view, q, scale=0.125, mask="causal", tier=tier))
+            packed._steps = kept
+            del made[count:]
+            assert np.array_equal(got, want), f"step {step}, layer {layer}"
+    assert len(made) <= 45 * 2 / 8, "most steps are grown from an earlier one, or shared by both layers"
+
+
 def test_a_nan_stays_in_its_row() -> None:
     k, v, q = random(1, 2, 2, 300, 64), random(2, 2, 2, 300, 64), random(3, 2, 4, 1, 64)
     outs = []

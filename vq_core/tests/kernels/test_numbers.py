@@ -278,3 +278,10 @@ put(y, v, s, i);
     assert got.tolist() == [9.0 + i for i in range(32)]
     unset = Program("unset", "VQ_LOCAL(float, v, 2);\ny[thread_position_in_grid.x] = v[1];", {}, {"y": "float32"})
     assert np.isnan(run(unset, {}, {}, {"y": ((32,), "float32")}, **grid)["y"]).all()
+
+
+@pytest.mark.parametrize("contract", ["off", "fast"])
+def test_fractions_of_whole_numbers_are_exact(contract: Any) -> None:
+    bits = np.concatenate([np.arange(4096), 3 << np.arange(22), np.arange(2**23 - 999, 2**23)]).astype(np.uint32)
+    got = mapped_one("vq_fraction(x[i])", bits, "uint32", contract=contract)
+    assert same_bits(got, bits.astype(np.float32) * np.float32(2.0**-23))

@@ -4,20 +4,20 @@
 #define VQ_LOCAL_PTR(T) thread T*
 #define VQ_UNROLL _Pragma("clang loop unroll(full)")
 #define VQ_FN inline
+inline float vq_fraction(uint bits) { return as_type<float>(bits | 0x3f800000u) - 1.0f; }
 inline float2 vq_float2(float x, float y) { return float2(x, y); }
-VQ_FN float kivi_number(uint word, uint mask) { return as_type<float>((word & mask) | 0x4b000000u) - 8388608.0f; }
 VQ_FN void k_numbers(VQ_GLOBAL(uint) codes, VQ_GLOBAL(half) scale, VQ_GLOBAL(half) zero, int t, int c, VQ_LOCAL_PTR(float) u) {
 const int bits = 2; const int size = 32;
 const int bit = t * 2, at = c * 8 + (bit >> 5);
 const uint w0 = codes[at] >> uint(bit & 31);
-u[0] = kivi_number(w0, 3u);
-u[1] = kivi_number(w0, 12u);
-u[2] = kivi_number(w0, 48u);
-u[3] = kivi_number(w0, 192u);
-u[4] = kivi_number(w0, 768u);
-u[5] = kivi_number(w0, 3072u);
-u[6] = kivi_number(w0, 12288u);
-u[7] = kivi_number(w0, 49152u);
+u[0] = vq_fraction((w0) & 3u);
+u[1] = vq_fraction((w0) & 12u);
+u[2] = vq_fraction((w0) & 48u);
+u[3] = vq_fraction((w0) & 192u);
+u[4] = vq_fraction((w0) & 768u);
+u[5] = vq_fraction((w0) & 3072u);
+u[6] = vq_fraction((w0) & 12288u);
+u[7] = vq_fraction((w0) & 49152u);
 }
 VQ_FN float2 k_affine(VQ_GLOBAL(uint) codes, VQ_GLOBAL(half) scale, VQ_GLOBAL(half) zero, int t, int c) {
 const int bits = 2; const int size = 32;
@@ -28,14 +28,14 @@ VQ_FN void v_numbers(VQ_GLOBAL(uint) codes, VQ_GLOBAL(half) scale, VQ_GLOBAL(hal
 const int bits = 2; const int size = 32;
 const int bit = c * 2, at = t * 8 + (bit >> 5);
 const uint w0 = codes[at] >> uint(bit & 31);
-u[0] = kivi_number(w0, 3u);
-u[1] = kivi_number(w0, 12u);
-u[2] = kivi_number(w0, 48u);
-u[3] = kivi_number(w0, 192u);
-u[4] = kivi_number(w0, 768u);
-u[5] = kivi_number(w0, 3072u);
-u[6] = kivi_number(w0, 12288u);
-u[7] = kivi_number(w0, 49152u);
+u[0] = vq_fraction((w0) & 3u);
+u[1] = vq_fraction((w0) & 12u);
+u[2] = vq_fraction((w0) & 48u);
+u[3] = vq_fraction((w0) & 192u);
+u[4] = vq_fraction((w0) & 768u);
+u[5] = vq_fraction((w0) & 3072u);
+u[6] = vq_fraction((w0) & 12288u);
+u[7] = vq_fraction((w0) & 49152u);
 }
 VQ_FN float2 v_affine(VQ_GLOBAL(uint) codes, VQ_GLOBAL(half) scale, VQ_GLOBAL(half) zero, int t, int c) {
 const int bits = 2; const int size = 32;
@@ -183,18 +183,36 @@ VQ_UNROLL
 for (int i = 0; i < RUN; ++i) sums_of[m * RUN + i] *= shrink;
 }
 simdgroup_barrier(mem_flags::mem_threadgroup);
+if (count == 32u) {
 for (int t0 = int(run_token) * 1; t0 < 32; t0 += 16) {
 VQ_UNROLL
 for (int more = 0; more < 8; ++more) {
-const int place = t0 + more * 2, t = min(place, int(count) - 1), c = run_channel;
+const int t = t0 + more * 2, c = run_channel;
 VQ_LOCAL(float, u, 8);
 VQ_UNROLL
-for (int j = 0; j < 8; ++j) u[j] = float(from_v[min(t, int(count) - 1) * 128 + c + j]);;
+for (int j = 0; j < 8; ++j) u[j] = float(from_v[t * 128 + c + j]);;
 VQ_UNROLL
 for (int i = 0; i < 1; ++i) {
 VQ_UNROLL
 for (int m = 0; m < M; ++m) {
-const float weight = weights[weighing + (place + i) * M + m];
+const float weight = weights[weighing + (t + i) * M + m];
+VQ_UNROLL
+for (int j = 0; j < 8; ++j) sums_of[m * RUN + j] += weight * u[i * 8 + j];
+}
+}
+}
+}
+} else {
+for (int t = int(run_token) * 1; t < int(count); t += 2) {
+const int c = run_channel;
+VQ_LOCAL(float, u, 8);
+VQ_UNROLL
+for (int j = 0; j < 8; ++j) u[j] = float(from_v[t * 128 + c + j]);;
+VQ_UNROLL
+for (int i = 0; i < 1; ++i) {
+VQ_UNROLL
+for (int m = 0; m < M; ++m) {
+const float weight = weights[weighing + (t + i) * M + m];
 VQ_UNROLL
 for (int j = 0; j < 8; ++j) sums_of[m * RUN + j] += weight * u[i * 8 + j];
 }
@@ -283,19 +301,21 @@ for (int i = 0; i < 8; ++i) f[i * M + m] += u[i * 1 + j] * times;
 }
 }
 VQ_UNROLL
-for (int m = 0; m < M; ++m) f[1 * M + m] *= 0.25f;
+for (int m = 0; m < M; ++m) f[0 * M + m] *= 8388608.0f;
 VQ_UNROLL
-for (int m = 0; m < M; ++m) f[2 * M + m] *= 0.0625f;
+for (int m = 0; m < M; ++m) f[1 * M + m] *= 2097152.0f;
 VQ_UNROLL
-for (int m = 0; m < M; ++m) f[3 * M + m] *= 0.015625f;
+for (int m = 0; m < M; ++m) f[2 * M + m] *= 524288.0f;
 VQ_UNROLL
-for (int m = 0; m < M; ++m) f[4 * M + m] *= 0.00390625f;
+for (int m = 0; m < M; ++m) f[3 * M + m] *= 131072.0f;
 VQ_UNROLL
-for (int m = 0; m < M; ++m) f[5 * M + m] *= 0.0009765625f;
+for (int m = 0; m < M; ++m) f[4 * M + m] *= 32768.0f;
 VQ_UNROLL
-for (int m = 0; m < M; ++m) f[6 * M + m] *= 0.000244140625f;
+for (int m = 0; m < M; ++m) f[5 * M + m] *= 8192.0f;
 VQ_UNROLL
-for (int m = 0; m < M; ++m) f[7 * M + m] *= 6.103515625e-05f;
+for (int m = 0; m < M; ++m) f[6 * M + m] *= 2048.0f;
+VQ_UNROLL
+for (int m = 0; m < M; ++m) f[7 * M + m] *= 512.0f;
 VQ_UNROLL
 for (int m = 0; m < M; ++m) { base[m] += simd_shuffle_xor(base[m], 8); base[m] += simd_shuffle_xor(base[m], 16); }
 int own = along;
@@ -367,10 +387,11 @@ const uint v_at_codes = (v_page * H + head) * 1024u;
 const uint v_at_scale = (v_page * H + head) * 512u;
 const uint v_at_zero = (v_page * H + head) * 512u;
 const int v_first = int(at - v_depth * 128u);
+if (count == 64u) {
 for (int t0 = int(run_token) * 1; t0 < 64; t0 += 16) {
 VQ_UNROLL
 for (int more = 0; more < 8; ++more) {
-const int place = t0 + more * 2, t = min(place, int(count) - 1), c = run_channel;
+const int t = t0 + more * 2, c = run_channel;
 VQ_LOCAL(float, u, 8);
 v_numbers(v_codes + v_at_codes, v_scale + v_at_scale, v_zero + v_at_zero, v_first + t, c, u);
 VQ_UNROLL
@@ -378,7 +399,25 @@ for (int i = 0; i < 1; ++i) {
 const float2 map = v_affine(v_codes + v_at_codes, v_scale + v_at_scale, v_zero + v_at_zero, v_first + t + i, c);
 VQ_UNROLL
 for (int m = 0; m < M; ++m) {
-const float weight = weights[weighing + (place + i) * M + m], times = weight * map.x;
+const float weight = weights[weighing + (t + i) * M + m], times = weight * map.x;
+flats[m] += weight * map.y;
+VQ_UNROLL
+for (int j = 0; j < 8; ++j) sums_of[m * RUN + j] += times * u[i * 8 + j];
+}
+}
+}
+}
+} else {
+for (int t = int(run_token) * 1; t < int(count); t += 2) {
+const int c = run_channel;
+VQ_LOCAL(float, u, 8);
+v_numbers(v_codes + v_at_codes, v_scale + v_at_scale, v_zero + v_at_zero, v_first + t, c, u);
+VQ_UNROLL
+for (int i = 0; i < 1; ++i) {
+const float2 map = v_affine(v_codes + v_at_codes, v_scale + v_at_scale, v_zero + v_at_zero, v_first + t + i, c);
+VQ_UNROLL
+for (int m = 0; m < M; ++m) {
+const float weight = weights[weighing + (t + i) * M + m], times = weight * map.x;
 flats[m] += weight * map.y;
 VQ_UNROLL
 for (int j = 0; j < 8; ++j) sums_of[m * RUN + j] += times * u[i * 8 + j];
@@ -395,13 +434,14 @@ flats[m] += simd_shuffle_xor(flats[m], ushort(o));
 VQ_UNROLL
 for (int j = 0; j < RUN; ++j) sums_of[m * RUN + j] += simd_shuffle_xor(sums_of[m * RUN + j], ushort(o));
 }
-sums_of[m * RUN + 1] *= 0.25f;
-sums_of[m * RUN + 2] *= 0.0625f;
-sums_of[m * RUN + 3] *= 0.015625f;
-sums_of[m * RUN + 4] *= 0.00390625f;
-sums_of[m * RUN + 5] *= 0.0009765625f;
-sums_of[m * RUN + 6] *= 0.000244140625f;
-sums_of[m * RUN + 7] *= 6.103515625e-05f;
+sums_of[m * RUN + 0] *= 8388608.0f;
+sums_of[m * RUN + 1] *= 2097152.0f;
+sums_of[m * RUN + 2] *= 524288.0f;
+sums_of[m * RUN + 3] *= 131072.0f;
+sums_of[m * RUN + 4] *= 32768.0f;
+sums_of[m * RUN + 5] *= 8192.0f;
+sums_of[m * RUN + 6] *= 2048.0f;
+sums_of[m * RUN + 7] *= 512.0f;
 float all = sum[m];
 VQ_UNROLL
 for (uint o = 1u; o < 32u; o <<= 1) all += simd_shuffle_xor(all, ushort(o));

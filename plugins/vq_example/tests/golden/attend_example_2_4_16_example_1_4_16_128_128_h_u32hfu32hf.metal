@@ -175,18 +175,36 @@ VQ_UNROLL
 for (int i = 0; i < RUN; ++i) sums_of[m * RUN + i] *= shrink;
 }
 simdgroup_barrier(mem_flags::mem_threadgroup);
+if (count == 32u) {
 for (int t0 = int(run_token) * 1; t0 < 32; t0 += 16) {
 VQ_UNROLL
 for (int more = 0; more < 8; ++more) {
-const int place = t0 + more * 2, t = min(place, int(count) - 1), c = run_channel;
+const int t = t0 + more * 2, c = run_channel;
 VQ_LOCAL(float, u, 8);
 VQ_UNROLL
-for (int j = 0; j < 8; ++j) u[j] = float(from_v[min(t, int(count) - 1) * 128 + c + j]);;
+for (int j = 0; j < 8; ++j) u[j] = float(from_v[t * 128 + c + j]);;
 VQ_UNROLL
 for (int i = 0; i < 1; ++i) {
 VQ_UNROLL
 for (int m = 0; m < M; ++m) {
-const float weight = weights[weighing + (place + i) * M + m];
+const float weight = weights[weighing + (t + i) * M + m];
+VQ_UNROLL
+for (int j = 0; j < 8; ++j) sums_of[m * RUN + j] += weight * u[i * 8 + j];
+}
+}
+}
+}
+} else {
+for (int t = int(run_token) * 1; t < int(count); t += 2) {
+const int c = run_channel;
+VQ_LOCAL(float, u, 8);
+VQ_UNROLL
+for (int j = 0; j < 8; ++j) u[j] = float(from_v[t * 128 + c + j]);;
+VQ_UNROLL
+for (int i = 0; i < 1; ++i) {
+VQ_UNROLL
+for (int m = 0; m < M; ++m) {
+const float weight = weights[weighing + (t + i) * M + m];
 VQ_UNROLL
 for (int j = 0; j < 8; ++j) sums_of[m * RUN + j] += weight * u[i * 8 + j];
 }
@@ -323,10 +341,11 @@ const uint v_page = regular != 0u ? v_depth * B + b : uint(v_table[b * uint(v_ta
 const uint v_at_codes = (v_page * H + head) * 2048u;
 const uint v_at_scale = (v_page * H + head) * 128u;
 const int v_first = int(at - v_depth * 128u);
+if (count == 64u) {
 for (int t0 = int(run_token) * 1; t0 < 64; t0 += 16) {
 VQ_UNROLL
 for (int more = 0; more < 8; ++more) {
-const int place = t0 + more * 2, t = min(place, int(count) - 1), c = run_channel;
+const int t = t0 + more * 2, c = run_channel;
 VQ_LOCAL(float, u, 8);
 v_numbers(v_codes + v_at_codes, v_scale + v_at_scale, v_levels, v_first + t, c, u);
 VQ_UNROLL
@@ -334,7 +353,25 @@ for (int i = 0; i < 1; ++i) {
 const float2 map = v_affine(v_codes + v_at_codes, v_scale + v_at_scale, v_levels, v_first + t + i, c);
 VQ_UNROLL
 for (int m = 0; m < M; ++m) {
-const float weight = weights[weighing + (place + i) * M + m], times = weight * map.x;
+const float weight = weights[weighing + (t + i) * M + m], times = weight * map.x;
+flats[m] += weight * map.y;
+VQ_UNROLL
+for (int j = 0; j < 8; ++j) sums_of[m * RUN + j] += times * u[i * 8 + j];
+}
+}
+}
+}
+} else {
+for (int t = int(run_token) * 1; t < int(count); t += 2) {
+const int c = run_channel;
+VQ_LOCAL(float, u, 8);
+v_numbers(v_codes + v_at_codes, v_scale + v_at_scale, v_levels, v_first + t, c, u);
+VQ_UNROLL
+for (int i = 0; i < 1; ++i) {
+const float2 map = v_affine(v_codes + v_at_codes, v_scale + v_at_scale, v_levels, v_first + t + i, c);
+VQ_UNROLL
+for (int m = 0; m < M; ++m) {
+const float weight = weights[weighing + (t + i) * M + m], times = weight * map.x;
 flats[m] += weight * map.y;
 VQ_UNROLL
 for (int j = 0; j < 8; ++j) sums_of[m * RUN + j] += times * u[i * 8 + j];

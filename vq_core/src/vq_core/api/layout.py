@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 
 import attrs
 
@@ -105,7 +106,7 @@ class Layout:
         """Fields that hold one row a sequence."""
         return tuple(f for f in self.fields if f.axis is None)
 
-    @property
+    @cached_property
     def widens(self) -> bool:
         """Whether a field may take a wider dtype."""
         return any(f.wide is not None for f in self.fields)

@@ -15,7 +15,7 @@ from vq_core.attention.choice import name_of
 from vq_core.attention.masks import LOWEST, Mask
 from vq_core.attention.view import CacheView, SideView
 from vq_core.kernels import backends
-from vq_core.kernels.kernel import Kernel, Prepared
+from vq_core.kernels.kernel import Kernel, Prepared, number_array
 from vq_core.kernels.rules import TINY
 from vq_core.kernels.skeleton.combine import MOST_SPLITS
 from vq_core.kernels.skeleton.kernels import FACTS, Pair
@@ -69,6 +69,12 @@ class Step:
         if self.finish is None:
             return outs[0]
         return (outs[0] + self.finish(outs[1])).astype(queries.dtype)
+
+    def grown(self, view: CacheView) -> Step:
+        """The step of a reading with other exact tokens, in as many splits."""
+        numbers = tuple((self.run.launch.call.numbers | {"length": view.length}).values())  # type: ignore[operator]
+        run = attrs.evolve(self.run, numbers=[number_array(numbers)])
+        return attrs.evolve(self, run=run, facts=facts_of(view))
 
     def inputs(self, view: CacheView, queries: mx.array, mask: mx.array | None) -> list[mx.array]:
         """Of the pass."""

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from vq_core.attention import view as views
 from vq_core.attention.choice import Fit, field_dtypes, fit, not_served, proven
-from vq_core.attention.fused import Step, additive, kernel_step, matrix_step, rows_at_once
+from vq_core.attention.fused import Step, additive, exact_split, kernel_step, matrix_step, rows_at_once
 from vq_core.attention.masks import Mask, apply, read_mask
 from vq_core.attention.prefill import attend_scratch, why_tiles
 from vq_core.attention.sides import compute_dtype
@@ -70,7 +70,7 @@ def attend(
         PluginError: a kernel fails its probe.
     """
     key = None if trying else _key(view, queries, scale, mask, sinks, tier)
-    step = _steps.get(key) if key is not None else None
+    step = None if key is None else _steps.get(key) or _grown(view, key)
     if step is not None:
         return step(view, queries, sinks)
     _check(view, queries, sinks, tier)
@@ -86,9 +86,8 @@ def attend(
         done = _by_kernels(view, queries, scale, checked, sinks, tier, fallback, trying)
         if isinstance(done, Step):
             if key is not None:
-                if len(_steps) >= MOST_STEPS:
-                    _steps.clear()
-                _steps[key] = done
+                _keep(key, done)
+                _keep((key[0], exact_split(view)), done)
             given = None if checked.array is None else additive(checked.array, view.heads)
             return done(view, queries, sinks, given)
         if done is not None:
@@ -114,20 +113,39 @@ _steps: dict[Any, Step] = {}
 def _key(
     view: CacheView, queries: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None, tier: str
 ) -> tuple[Any, ...] | None:
-    """What a ready step depends on; ``None`` where that cannot be told, and for what :func:`_check` refuses."""
+    """What a ready step depends on, what grows with each token last.
+
+    ``None`` where that cannot be told, and for what :func:`_check` refuses.
+    """
     keys, values = view.keys, view.values
     if not (mask is None or isinstance(mask, str)) or not isinstance(scale, (float, int)):
         return None
     if not isinstance(queries, mx.array) or not (sinks is None or isinstance(sinks, mx.array)):
         return None
     told = None if sinks is None else (sinks.shape, sinks.dtype)
-    return (
-        keys.bound, values.bound, tier, mask, scale, told, queries.shape, queries.dtype,
-        view.packed, view.exact, view.sinks, view.hidden, view.length,
+    lasting = (
+        keys.bound, values.bound, tier, mask, scale, told, queries.shape, queries.dtype, view.packed, view.sinks,
         keys.pages.table is None, values.pages.table is None,
         *(field_dtypes(keys) if keys.bound.layout.widens else ()),
         *(field_dtypes(values) if values.bound.layout.widens else ()),
     )  # fmt: skip
+    return lasting, view.exact, view.hidden, view.length
+
+
+def _grown(view: CacheView, key: tuple[Any, ...]) -> Step | None:
+    """A step like one made ready before but for the exact tokens: its launches are the same."""
+    before = _steps.get((key[0], exact_split(view)))
+    if before is None:
+        return None
+    step = before.grown(view)
+    _keep(key, step)
+    return step
+
+
+def _keep(key: tuple[Any, ...], step: Step) -> None:
+    if len(_steps) >= MOST_STEPS:
+        _steps.clear()
+    _steps[key] = step
 
 
 def _by_kernels(

@@ -299,6 +299,11 @@ class Launch:
     threads: tuple[int, int, int]
     prepared: dict[str, Any] = attrs.field(init=False, factory=dict, eq=False, repr=False)
     """What a backend has made of it, to be used again."""
+    empty: bool = attrs.field(init=False, eq=False, repr=False)
+    """Whether no output has an element."""
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "empty", not any(math.prod(shape) for shape in self.shapes))
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -329,7 +334,7 @@ class Prepared:
 
     def __call__(self, inputs: Sequence[mx.array]) -> tuple[mx.array, ...]:
         """Run it."""
-        if not self.launch.shapes or not any(math.prod(shape) for shape in self.launch.shapes):
+        if self.launch.empty:
             named = zip(self.launch.shapes, self.launch.dtypes, strict=True)
             return tuple(mx.zeros(s, DTYPES[d]) for s, d in named)
         arrays = [x if x.ndim else x.reshape(1) for x in inputs]

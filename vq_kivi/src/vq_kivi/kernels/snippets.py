@@ -13,11 +13,6 @@ from vq_kivi.method import KiviState
 TILE = 8
 MANTISSA = 23
 
-HEADER = """
-// A code where it lies, as a float times a power of two: 2^23 and the bits below, minus 2^23.
-VQ_FN float kivi_number(uint word, uint mask) { return as_type<float>((word & mask) | 0x4b000000u) - 8388608.0f; }
-"""
-
 
 def _places(bits: int) -> list[tuple[int, int, int]]:
     """Of each of the tile's codes: its word, how far that is shifted right, and the code's place then."""
@@ -43,7 +38,7 @@ def _numbers(bits: int, row: str, along: str, words: int) -> str:
         lines += [f"const uint w{k} = codes[at + {k}];" for k in range(TILE * bits // 32)]
     for i, (word, shift, place) in enumerate(_places(bits)):
         shifted = f"w{word} >> {shift}u" if shift else f"w{word}"
-        lines.append(f"u[{i}] = kivi_number({shifted}, {((1 << bits) - 1) << place}u);")
+        lines.append(f"u[{i}] = vq_fraction(({shifted}) & {((1 << bits) - 1) << place}u);")
     return "\n".join(lines)
 
 
@@ -60,7 +55,6 @@ def snippet(state: KiviState) -> Snippet:
         affine=f"const int group = {row} * {length // size} + int(uint({along}) / {size}u);\n"
         "return vq_float2(float(scale[group]), float(zero[group]));",
         per="channel" if keys else "token",
-        units=tuple(2.0**-place for _, _, place in _places(bits)),
+        units=tuple(2.0 ** (MANTISSA - place) for _, _, place in _places(bits)),
         integers={"bits": bits, "size": size},
-        header=HEADER,
     )

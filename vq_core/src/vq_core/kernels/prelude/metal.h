@@ -28,6 +28,8 @@ inline float vq_sub(float a, float b) {
   return a - b;
 }
 inline float vq_div(float a, float b) { return metal::precise::divide(a, b); }
+// Not as on CUDA: subnormal floats are zero here.
+inline float vq_fraction(uint bits) { return as_type<float>(bits | 0x3f800000u) - 1.0f; }
 // Metal's vote is a type of its own; the dialect's is a uint.
 inline uint vq_ballot(bool p) { return uint(metal::simd_vote::vote_t(metal::simd_ballot(p))); }
 #define simd_ballot vq_ballot

@@ -217,9 +217,7 @@ def _exact(key_dim: int, value_dim: int, dtype: str, masks: bool) -> str:
     channels, run = next(c for c in (8, 4, 2, 1) if key_dim % c == 0), exact_channels(value_dim)
     kind = TYPES[dtype]
     load = "VQ_UNROLL\nfor (int j = 0; j < {n}; ++j) u[j] = float({at} + j]);"
-    key_at, value_at = (
-        f"from_{side}[min(t, int(count) - 1) * {n} + c" for side, n in (("k", key_dim), ("v", value_dim))
-    )
+    key_at, value_at = f"from_k[min(t, int(count) - 1) * {key_dim} + c", f"from_v[t * {value_dim} + c"
     keys = Snippet("exact", 1, channels, ".")
     values = Snippet("exact", 1, run, ".")
     frame = Frame(1, channels, EXACT_UNIT)

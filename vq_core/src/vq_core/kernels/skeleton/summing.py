@@ -35,7 +35,7 @@ def weighted(snippet: Snippet, width: int, unit: int, numbers: str, by_token: st
     lanes = 1 << (-(-width // C) - 1).bit_length()
     step = SIMD // lanes * T
     several = next(n for n in AHEAD if unit % (step * n) == 0 or n == 1)
-    weight = "weights[weighing + (place + i) * M + m]"
+    weight = "weights[weighing + (t + i) * M + m]"
     add = f"""
       VQ_UNROLL
       for (int i = 0; i < {T}; ++i) {{
@@ -79,12 +79,22 @@ def weighted(snippet: Snippet, width: int, unit: int, numbers: str, by_token: st
         }}
       }}
 """
-    # No guard, so that loads are batched: past the last token its numbers are read once more, with a weight of zero.
+    # A whole unit is read without a guard, so that its loads are batched; of the last one only what holds tokens: zero
+    # times what lies past them is not zero where that is NaN.
     return f"""
-  for (int t0 = int(run_token) * {T}; t0 < {unit}; t0 += {step * several}) {{
-    VQ_UNROLL
-    for (int more = 0; more < {several}; ++more) {{
-      const int place = t0 + more * {step}, t = min(place, int(count) - {T}), c = run_channel;
+  if (count == {unit}u) {{
+    for (int t0 = int(run_token) * {T}; t0 < {unit}; t0 += {step * several}) {{
+      VQ_UNROLL
+      for (int more = 0; more < {several}; ++more) {{
+        const int t = t0 + more * {step}, c = run_channel;
+        VQ_LOCAL(float, u, {T * C});
+        {numbers};
+{add}
+      }}
+    }}
+  }} else {{
+    for (int t = int(run_token) * {T}; t < int(count); t += {step}) {{
+      const int c = run_channel;
       VQ_LOCAL(float, u, {T * C});
       {numbers};
 {add}

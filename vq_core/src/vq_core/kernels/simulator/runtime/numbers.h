@@ -15,6 +15,7 @@ VQ_FN float vq_mul(float a, float b) { return vq_opaque(a * b); }
 VQ_FN float vq_add(float a, float b) { return vq_opaque(vq_opaque(a) + vq_opaque(b)); }
 VQ_FN float vq_sub(float a, float b) { return vq_opaque(vq_opaque(a) - vq_opaque(b)); }
 VQ_FN float vq_div(float a, float b) { return vq_opaque(a) / vq_opaque(b); }  // to nearest, under fast math too
+VQ_FN float vq_fraction(uint bits) { return vq_opaque(as_type<float>(bits | 0x3f800000u)) - vq_opaque(1.0f); }
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
 
