@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from vq_core import CacheStateError, PackedKVCache, UnsupportedShapeError
+from vq_core import CacheStateError, PackedKVCache, SettingsError, UnsupportedShapeError
 from vq_core.attention.packed import attend
 from vq_core.evaluate.random_attention import run
 from vq_core.testing import load_plugin, registered
@@ -213,3 +213,21 @@ def test_a_process_that_first_attends_on_another_thread() -> None:
     """As mlx-lm's server does. What is made at import must not be lazy: it would belong to the importing thread."""
     run = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("tier", "method"), [("kernel", "kivi:bits=2"), ("matrix", "kivi:bits=2"), ("kernel", "example:bits=2")]
+)
+def test_a_row_without_tokens_gives_zeros(tier: str, method: str) -> None:
+    """As plain operations do: a trim may take all of a batch's shortest row."""
+    rows = [filled(tokens, attention=tier, method=method) for tokens in (200, 50)]
+    cache, q = PackedKVCache.join(rows), random(3, 2, 4, 1, 64)
+    assert cache.trim(50) == 50
+    got = np.array(cache.attend(q, scale=0.125).astype(mx.float32))
+    assert np.isfinite(got).all() and got[0].any() and not got[1].any()
+
+
+def test_a_tier_of_another_name() -> None:
+    cache, q = filled(), random(3, 1, 4, 1, 64)
+    with pytest.raises(SettingsError, match=r"attention must be one of auto, .*; got 'Kernel'"):
+        attend(cache._view(), q, scale=0.125, tier="Kernel")

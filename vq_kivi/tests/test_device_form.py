@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -302,3 +303,20 @@ def test_a_declaration_that_cannot_be_is_told() -> None:
     ):  # fmt: skip
         with pytest.raises(PluginError, match=said):
             attrs.evolve(form.FORMS[0], **changes)  # type: ignore[arg-type]
+
+
+def test_constants_of_a_form_belong_to_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache may be bound on a thread that is gone when the next one attends."""
+    plain = form.FORMS[0]
+    lazy = attrs.evolve(
+        plain,
+        snippet=lambda state: attrs.evolve(plain.snippet(state), constants={"spare": mx.ones(8) * 2}),  # type: ignore[misc]
+    )
+    monkeypatch.setattr(form, "FORMS", (lazy,))
+    ctx = PrepareContext(side="keys", kv_heads=1, key_dim=64, value_dim=64, dtype="float16")
+    bound = binding.bind("kivi:bits=2", ctx, kernels="simulator")
+    made: list[binding.BoundSide] = []
+    thread = threading.Thread(target=lambda: made.append(forms.in_device_form(bound, "simulator", "error")))
+    thread.start()
+    thread.join()
+    assert made[0].snippet is not None and np.array(made[0].snippet.constants["spare"]).tolist() == [2.0] * 8

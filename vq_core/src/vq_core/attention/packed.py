@@ -24,7 +24,7 @@ from vq_core.attention.sides import compute_dtype
 from vq_core.attention.step import attend_step
 from vq_core.attention.tiled import attend_tiled
 from vq_core.attention.view import CacheView, Columns
-from vq_core.errors import CacheStateError, UnsupportedShapeError
+from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
 from vq_core.kernels.skeleton.matrix import INFINITE_BITS, scale_bits
 
 STEP_QUERIES = 16
@@ -66,13 +66,14 @@ def attend(
         CacheStateError: the cache is empty.
         UnsupportedShapeError: queries, scale, mask or sinks that do not fit the cache, or a tier asked for by name that
             cannot do it, naming the limit.
+        SettingsError: a tier of another name.
         PluginError: a kernel fails its probe.
     """
     key = None if trying else _key(view, queries, scale, mask, sinks, tier)
     step = None if key is None else _steps.get(key) or _grown(view, key)
     if step is not None:
         return step(view, queries, sinks)
-    _check(view, queries, sinks)
+    _check(view, queries, sinks, tier)
     scale = _number(scale)
     B, heads, L, D = queries.shape
     checked = read_mask(mask, view, heads, L)
@@ -103,6 +104,7 @@ def attend(
 
 
 HIGHEST_SCALE = 1e38
+TIERS = ("auto", "matrix", "kernel", "mlx", "reference")
 MOST_STEPS = 1024
 _steps: dict[Any, Step] = {}
 """Steps by all that they depend on: the layers of a model share one, and a step made ready needs no check."""
@@ -116,7 +118,7 @@ def _key(
     ``None`` where that cannot be told, and for what :func:`_check` refuses.
     """
     keys, values = view.keys, view.values
-    if not (mask is None or isinstance(mask, str)) or type(scale) is not float:
+    if not (mask is None or isinstance(mask, str)) or not isinstance(scale, (float, int)):
         return None
     if not isinstance(queries, mx.array) or not (sinks is None or isinstance(sinks, mx.array)):
         return None
@@ -197,7 +199,9 @@ def _as_stock(view: CacheView, mask: Mask, sinks: mx.array | None) -> bool:
     return mask.array is None or mask.array.dtype in (mx.bool_, dtype)
 
 
-def _check(view: CacheView, queries: mx.array, sinks: mx.array | None) -> None:
+def _check(view: CacheView, queries: mx.array, sinks: mx.array | None, tier: str) -> None:
+    if tier not in TIERS:
+        raise SettingsError(f"attention must be one of {', '.join(TIERS)}; got {tier!r}")
     if view.length == 0:
         raise CacheStateError("attention on an empty cache: call update_and_fetch first")
     if not isinstance(queries, mx.array):

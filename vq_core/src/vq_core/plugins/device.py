@@ -183,10 +183,15 @@ def _guarded(bound: BoundSide, form: DeviceForm, call: Callable[[], Any]) -> Any
 
 
 def _in(bound: BoundSide, form: DeviceForm, backend: str, declined: tuple[str, ...]) -> BoundSide:
-    from vq_core.plugins.binding import Operation
+    from vq_core.plugins.binding import Operation, state_arrays
 
     layout = _guarded(bound, form, lambda: form.layout(bound.state))
     _probe(bound, form, layout, backend)
+    snippet, matrix = (
+        None if part is None else _guarded(bound, form, lambda part=part: part(bound.state))  # type: ignore[misc]
+        for part in (form.snippet, form.matrix)
+    )
+    mx.eval(state_arrays((snippet, matrix)))  # a lazy constant would belong to this thread
     run, plain_decode = form.run, bound._decode
 
     def canonical(fields: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -210,8 +215,8 @@ def _in(bound: BoundSide, form: DeviceForm, backend: str, declined: tuple[str, .
         both=pack,
         decode=decode,
         # The method's own snippet reads the canonical order.
-        snippet=None if form.snippet is None else _guarded(bound, form, lambda: form.snippet(bound.state)),  # type: ignore[misc]
-        held=Held(form, bound.layout, None if form.matrix is None else form.matrix(bound.state)),
+        snippet=snippet,
+        held=Held(form, bound.layout, matrix),
     )
 
 

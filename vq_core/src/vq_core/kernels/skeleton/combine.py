@@ -40,6 +40,7 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 float whole = extra;
 VQ_UNROLL
 for (uint k = 0u; k < 16u; ++k) whole += marks[16u + k];
+whole = whole == 0.0f ? 1.0f : whole;  // a row without tokens: its sums are 0, and 0 / 0 is not
 const uint run = thread / 128u, column = thread & 127u, each = (splits + 3u) / 4u;
 const uint begin = min(run * each, splits), end = min(begin + each, splits);
 """

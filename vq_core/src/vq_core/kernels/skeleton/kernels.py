@@ -231,7 +231,7 @@ def _merge_reference(
     total = (share * whole).sum(axis=2, keepdims=True)
     if with_logits:
         total = total + mx.exp((logit - highest) * math.log(2))
-    parts = share[..., None] * sums / total[..., None]
+    parts = share[..., None] * sums / mx.where(total == 0, 1, total)[..., None]
     shape = (B, H * rows // query_length, query_length, W)
     return parts[:, :, :exact_splits].sum(axis=2).reshape(shape), parts[:, :, exact_splits:].sum(axis=2).reshape(shape)
 
@@ -260,6 +260,7 @@ def _merge_cases(apart: bool) -> Callable[[], Iterator[Case]]:
             tops = rng.standard_normal((B, H, splits, R * L, 2), np.float32) * np.float32(9)
             tops[..., 1] = np.abs(tops[..., 1]) + 1
             tops[:, :, 1::3] = sums[:, :, 1::3] = 0  # splits that had no tokens
+            tops[:, :, :, 1:2] = sums[:, :, :, 1:2] = 0  # a query that saw none, where there are two
             logit = rng.standard_normal(max(8, H * R)).astype(np.float32)
             numbers = {"query_length": L, "with_logits": logits, "exact_splits": splits // 3, "D": D}
             inputs = (mx.array(sums), mx.array(tops), mx.array(logit[: H * R] if logits else logit))
