@@ -46,6 +46,7 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 float whole = extra;
 VQ_UNROLL
 for (uint k = 0u; k < 16u; ++k) whole += marks[16u + k];
+whole = whole == 0.0f ? 1.0f : whole;
 const uint run = thread / 128u, column = thread & 127u, each = (splits + 3u) / 4u;
 const uint begin = min(run * each, splits), end = min(begin + each, splits);
 for (uint c0 = 0u; c0 < D; c0 += 128u) {

@@ -82,7 +82,8 @@ def pair(keys: Side, values: Side, key_dim: int, value_dim: int, dtype: str) -> 
 
 def short(dtype: str) -> str:
     """A dtype in a kernel's name."""
-    return {"float16": "h", "bfloat16": "b", "float32": "f", "bool_": "o"}.get(dtype, dtype.replace("uint", "u").replace("int", "i"))
+    known = {"float16": "h", "bfloat16": "b", "float32": "f", "bool_": "o"}
+    return known.get(dtype, dtype.replace("uint", "u").replace("int", "i"))
 
 
 def _header(keys: Side, values: Side) -> str:
