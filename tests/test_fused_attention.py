@@ -14,6 +14,7 @@ import pytest
 
 from vq_core import CacheStateError, PackedKVCache, SettingsError, UnsupportedShapeError
 from vq_core.attention.packed import attend
+from vq_core.cache.tagged import reading_of
 from vq_core.evaluate.random_attention import run
 from vq_core.testing import load_plugin, registered
 
@@ -231,3 +232,15 @@ def test_a_tier_of_another_name() -> None:
     cache, q = filled(), random(3, 1, 4, 1, 64)
     with pytest.raises(SettingsError, match=r"attention must be one of auto, .*; got 'Kernel'"):
         attend(cache._view(), q, scale=0.125, tier="Kernel")
+
+
+def test_more_causal_queries_than_a_sliding_window_holds() -> None:
+    """Refused, whether or not a chunk of so many was attended to in it before."""
+    cache, q = PackedKVCache(method="kivi:bits=2", residual=0, sliding=5, kernels="simulator"), random(3, 1, 4, 8, 64)
+    for tokens in (40, 8):
+        tags = cache.update_and_fetch(random(1, 1, 2, tokens, 64), random(2, 1, 2, tokens, 64))
+    reading = reading_of(*tags)
+    assert reading is not None and reading.view.length == 12
+    reading.attend(q, scale=0.125, mask="causal")
+    with pytest.raises(UnsupportedShapeError, match="a causal mask of 8 queries needs as many tokens; the cache has 5"):
+        cache.attend(q, scale=0.125, mask="causal")

@@ -70,7 +70,7 @@ def attend(
         PluginError: a kernel fails its probe.
     """
     key = None if trying else _key(view, queries, scale, mask, sinks, tier)
-    step = None if key is None else _steps.get(key) or _grown(view, key)
+    step = None if key is None else _steps.get(key) or _grown(view, queries, key)
     if step is not None:
         return step(view, queries, sinks)
     _check(view, queries, sinks, tier)
@@ -132,10 +132,10 @@ def _key(
     return lasting, view.exact, view.hidden, view.length
 
 
-def _grown(view: CacheView, key: tuple[Any, ...]) -> Step | None:
+def _grown(view: CacheView, queries: mx.array, key: tuple[Any, ...]) -> Step | None:
     """A step like one made ready before but for the exact tokens: its launches are the same."""
     before = _steps.get((key[0], exact_split(view)))
-    if before is None:
+    if before is None or queries.shape[2] > view.length:  # of which a causal mask is refused
         return None
     step = before.grown(view)
     _keep(key, step)
