@@ -17,6 +17,8 @@ from vq_core.kernels.skeleton.summing import GROUPS, merge
 
 COLUMNS = 8
 """Query rows of a threadgroup: the columns of a tensor-core tile."""
+EXACT_ROWS = 4
+"""Of them that the exact tokens take at once: with all, registers would leave room for fewer threadgroups."""
 DTYPES = ("float16", "bfloat16")
 PROCESSORS = 132
 """Of an H200: how many threadgroups run at once decides how finely a pass is split, not whether it is right."""
@@ -65,18 +67,19 @@ def matrix_pair(keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> Matri
 def _pair(name: str, keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> MatrixPair:
     parts = matrix_text(keys, values)
     D, V = keys.head_dim, values.head_dim
-    weights = GROUPS * portable.EXACT_UNIT * COLUMNS
-    exact_bytes = 4 * (D * COLUMNS + weights + GROUPS * V * COLUMNS)
+    weights = GROUPS * portable.EXACT_UNIT * EXACT_ROWS
+    exact_bytes = 4 * (D * EXACT_ROWS + weights + GROUPS * V * EXACT_ROWS)
     dynamic = max(parts.dynamic_bytes, exact_bytes)
     body = f"""
 {parts.shared}
 {parts.common}
 if (split < exact_splits) {{
-const uint heads = Hq, head = h, total = M, sg = warp, thread = thread_index_in_threadgroup;
-{{
-const int M = {COLUMNS};
+const uint heads = Hq, head = h, total = M, sg = warp, thread = thread_index_in_threadgroup, from = m0;
+for (uint part = 0u; part < held; part += {EXACT_ROWS}u) {{
+const int M = {EXACT_ROWS};
+const uint m0 = from + part;
 VQ_SHARED_PTR(float) queries = vq_view<float>(ring);
-VQ_SHARED_PTR(float) weights = queries + {D * COLUMNS}u;
+VQ_SHARED_PTR(float) weights = queries + {D * EXACT_ROWS}u;
 VQ_SHARED_PTR(float) partial = weights + {weights}u;
 {portable.FACTS}
 {portable.exact_part(D, V, dtype, masks=False)}
