@@ -1,4 +1,7 @@
-"""The portable skeleton on the GPU's clock: pass and merge beside MLX's fp16 attention. Needs torch for CUPTI."""
+"""The portable skeleton on the GPU's clock: pass and merge beside MLX's fp16 attention. Needs torch for CUPTI.
+
+It has not run on a GPU itself: skeleton-h200.json comes from a sweep around the same statements.
+"""
 
 import mlx.core as mx
 import numpy as np
