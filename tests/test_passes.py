@@ -155,8 +155,10 @@ def test_the_pass_on_tensor_cores(text: str, dim: int, dtype: str) -> None:
 
 MATRIX_BROKEN = {
     "what lies past the last token": ("if (step * STEP + STEP > uint(packed))", "if (false)"),
-    "the exact tokens' splits": ("split * 4u + sg", "split * 4u + sg + 1u"),
+    "the exact tokens' splits": ("turn * 4u + warp; n", "turn * 4u + warp + 1u; n"),
     "first tokens": ("old ? sink_k : exact_k", "old ? exact_k : exact_k"),
+    "pairs of tokens": ("matrix_highs(r[o],", "matrix_lows(r[o],"),
+    "who takes fewer steps": ("part < exact_splits ? cut : 0u", "part < exact_splits ? cut + 1u : 0u"),
 }
 
 

@@ -52,7 +52,7 @@ def call(kernel: Kernel, q: mx.array, fields: list[mx.array], tokens: int, split
     table = mx.zeros((q.shape[0], 8), mx.int32)
     return kernel(
         q, rows, *fields, table, table,
-        scale_bits=scale_bits(DIM**-0.5), causal=0, splits=splits, exact_splits=0, regular=1,
+        scale_bits=scale_bits(DIM**-0.5), causal=0, splits=splits, exact_splits=0, folded=0, regular=1,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from vq_core.kernels.kernel import Kernel, Prepared, number_array
 from vq_core.kernels.rules import TINY
 from vq_core.kernels.skeleton.combine import MOST_SPLITS
 from vq_core.kernels.skeleton.kernels import FACTS, Pair
+from vq_core.kernels.skeleton.matrix_exact import UNIT as MATRIX_UNIT
 from vq_core.kernels.skeleton.matrix_kernels import COLUMNS, MatrixPair
 from vq_core.kernels.skeleton.portable import EXACT_UNIT, Side
 from vq_core.kernels.skeleton.summing import GROUPS
@@ -27,6 +28,9 @@ THREADGROUPS = 384
 """How many a pass is split into where there is work for them: as many as an H200 runs at once, about three for each of
 its multiprocessors, so that none waits for another."""
 MOST_EXACT_SPLITS = 32
+FOLDED = 18
+"""Steps of packed tokens that a threadgroup of the matrix skeleton does while exact tokens come first: they wait in one
+line with all other loads."""
 
 
 @attrs.define(eq=False)
@@ -101,9 +105,11 @@ def kernel_step(
     B, heads, L, _ = queries.shape
     total = heads // view.heads * L
     rows = rows_at_once(kernels, total)
-    groups, exact_splits = B * view.heads * -(-total // rows), exact_split(view)
-    numbers = {"splits": exact_splits + packed_split(max(view.packed), kernels.unit, THREADGROUPS // groups)}
-    numbers |= {"exact_splits": exact_splits, "masked": int(mask.array is not None), "M": rows}
+    groups, exact = B * view.heads * -(-total // rows), exact_split(view, EXACT_UNIT)
+    # What does not run at once would wait for the others to end: the exact tokens' threadgroups count.
+    most = max(THREADGROUPS // groups - exact, THREADGROUPS // groups // 2)
+    numbers = {"splits": exact + packed_split(max(view.packed), kernels.unit, most)}
+    numbers |= {"exact_splits": exact, "masked": int(mask.array is not None), "M": rows}
     step = Step(
         None, None, facts_of(view), True, (_read(kernels.keys), _read(kernels.values)),  # type: ignore[arg-type]
         None if queries.dtype in (view.keys.exact.dtype, mx.float32) else mx.float32,
@@ -121,12 +127,30 @@ def matrix_step(
     """The same on tensor cores, without masks that are arrays."""
     B, heads, L, _ = queries.shape
     groups = B * view.heads * -(-(heads // view.heads * L) // COLUMNS)
-    exact_splits = exact_split(view)
-    numbers = {"splits": exact_splits + packed_split(max(view.packed), kernels.step, kernels.slots // groups)}
-    numbers |= {"exact_splits": exact_splits}
+    numbers = _shared_out(max(view.packed), kernels, exact_split(view, MATRIX_UNIT), kernels.slots // groups)
     step = Step(None, None, facts_of(view), False, (list(kernels.fields[0]), list(kernels.fields[1])))  # type: ignore[arg-type]
     own = {"T": name_of(queries.dtype)}
     return _ready(step, kernels.run, kernels.merge, view, queries, scale, mask, None, sinks, backend, numbers, own)
+
+
+def _shared_out(tokens: int, kernels: MatrixPair, exact: int, most: int) -> dict[str, Any]:
+    """Splits of the matrix skeleton for one KV head, of which so many run at once: one more would wait for the others.
+
+    Where not all have room, exact tokens get half as many threadgroups, from those of the packed ones; or they come
+    first in some of these, where that leaves a warp fewer rounds.
+    """
+    parts = packed_split(tokens, kernels.step, most)
+    if parts + exact <= most:
+        return {"splits": exact + parts, "exact_splits": exact, "folded": 0}
+    exact, steps = max(min(exact, 1), exact // 2), -(-tokens // kernels.step)
+    apart = packed_split(tokens, kernels.step, max(1, most - exact))
+    if exact <= parts and _rounds(steps + exact * FOLDED, parts) < _rounds(steps, apart):
+        return {"splits": exact + parts, "exact_splits": exact, "folded": FOLDED}
+    return {"splits": exact + apart, "exact_splits": exact, "folded": 0}
+
+
+def _rounds(steps: int, parts: int) -> int:
+    return -(-(-(-steps // parts)) // GROUPS)
 
 
 def _ready(
@@ -153,10 +177,15 @@ def _read(side: Side) -> list[str | mx.array]:
     return [constants.get(p.name, p.name) for p in side.pointers]
 
 
-def exact_split(view: CacheView) -> int:
-    """Splits for the exact tokens."""
-    units = -(-max(view.exact) // EXACT_UNIT) + -(-max(view.sinks) // EXACT_UNIT)
+def exact_split(view: CacheView, unit: int) -> int:
+    """Splits for the exact tokens, of which a SIMD group takes so many at once."""
+    units = -(-max(view.exact) // unit) + -(-max(view.sinks) // unit)
     return min(-(-units // GROUPS), MOST_EXACT_SPLITS)
+
+
+def exact_splits(view: CacheView) -> tuple[int, int]:
+    """For the portable and the matrix skeleton."""
+    return exact_split(view, EXACT_UNIT), exact_split(view, MATRIX_UNIT)
 
 
 def packed_split(tokens: int, unit: int, most: int) -> int:

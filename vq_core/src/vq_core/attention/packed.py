@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from vq_core.attention import view as views
 from vq_core.attention.choice import Fit, field_dtypes, fit, not_served, proven
-from vq_core.attention.fused import Step, additive, exact_split, kernel_step, matrix_step, rows_at_once
+from vq_core.attention.fused import Step, additive, exact_splits, kernel_step, matrix_step, rows_at_once
 from vq_core.attention.masks import Mask, apply, read_mask
 from vq_core.attention.prefill import attend_scratch, why_tiles
 from vq_core.attention.sides import compute_dtype
@@ -87,7 +87,7 @@ def attend(
         if isinstance(done, Step):
             if key is not None:
                 _keep(key, done)
-                _keep((key[0], exact_split(view)), done)
+                _keep((key[0], exact_splits(view)), done)
             given = None if checked.array is None else additive(checked.array, view.heads)
             return done(view, queries, sinks, given)
         if done is not None:
@@ -134,7 +134,7 @@ def _key(
 
 def _grown(view: CacheView, queries: mx.array, key: tuple[Any, ...]) -> Step | None:
     """A step like one made ready before but for the exact tokens: its launches are the same."""
-    before = _steps.get((key[0], exact_split(view)))
+    before = _steps.get((key[0], exact_splits(view)))
     if before is None or queries.shape[2] > view.length:  # of which a causal mask is refused
         return None
     step = before.grown(view)

@@ -1,4 +1,5 @@
 #define VQ_SHARED(T, name, n) alignas(16) threadgroup T name[n]
+#define VQ_LOCAL(T, name, n) T name[n]
 #define VQ_UNROLL _Pragma("clang loop unroll(full)")
 
 template <typename T>
@@ -22,6 +23,11 @@ const uint sg = simdgroup_index_in_threadgroup, splits = sums_shape[2], rows = s
 const uint n = threadgroup_position_in_grid.x, above = n / rows, m = n - above * rows;
 const uint L = query_length, H = sums_shape[1], head = above - above / H * H;
 const uint first = above * splits * rows + m;
+const uint run = thread / 128u, column = thread & 127u, each = (splits + 3u) / 4u;
+const uint begin = min(run * each, splits), end = min(begin + each, splits);
+VQ_LOCAL(float, early, 8);
+VQ_UNROLL
+for (uint k = 0u; k < 8u; ++k) early[k] = sums[(first + min(begin + k, splits - 1u) * rows) * W + min(column, W - 1u)];
 const uint mine = min(thread, splits - 1u);
 const float all = thread < splits ? float(tops[(first + mine * rows) * 2u + 1u]) : 0.0f;
 const float top = tops[(first + mine * rows) * 2u];
@@ -47,12 +53,15 @@ float whole = extra;
 VQ_UNROLL
 for (uint k = 0u; k < 16u; ++k) whole += marks[16u + k];
 whole = whole == 0.0f ? 1.0f : whole;
-const uint run = thread / 128u, column = thread & 127u, each = (splits + 3u) / 4u;
-const uint begin = min(run * each, splits), end = min(begin + each, splits);
 for (uint c0 = 0u; c0 < D; c0 += 128u) {
 const uint c = c0 + column;
 float sum = 0.0f;
 for (uint s0 = begin; s0 < end; s0 += 8u) {
+if (c0 == 0u && s0 == begin) {
+VQ_UNROLL
+for (uint k = 0u; k < 8u; ++k) sum += s0 + k < end ? share[s0 + k] * early[k] : 0.0f;
+continue;
+}
 VQ_UNROLL
 for (uint k = 0u; k < 8u; ++k) {
 const uint s = min(s0 + k, end - 1u);

@@ -1,4 +1,5 @@
 #define VQ_SHARED(T, name, n) alignas(16) threadgroup T name[n]
+#define VQ_LOCAL(T, name, n) T name[n]
 #define VQ_UNROLL _Pragma("clang loop unroll(full)")
 
 [[kernel]] void custom_kernel_attend_merge_apart_float_float_float_uint32_t_float_float(
@@ -22,6 +23,11 @@ const uint sg = simdgroup_index_in_threadgroup, splits = sums_shape[2], rows = s
 const uint n = threadgroup_position_in_grid.x, above = n / rows, m = n - above * rows;
 const uint L = query_length, H = sums_shape[1], head = above - above / H * H;
 const uint first = above * splits * rows + m;
+const uint run = thread / 128u, column = thread & 127u, each = (splits + 3u) / 4u;
+const uint begin = min(run * each, splits), end = min(begin + each, splits);
+VQ_LOCAL(float, early, 8);
+VQ_UNROLL
+for (uint k = 0u; k < 8u; ++k) early[k] = sums[(first + min(begin + k, splits - 1u) * rows) * W + min(column, W - 1u)];
 const uint mine = min(thread, splits - 1u);
 const float all = thread < splits ? float(tops[(first + mine * rows) * 2u + 1u]) : 0.0f;
 const float top = tops[(first + mine * rows) * 2u];
@@ -47,13 +53,16 @@ float whole = extra;
 VQ_UNROLL
 for (uint k = 0u; k < 16u; ++k) whole += marks[16u + k];
 whole = whole == 0.0f ? 1.0f : whole;
-const uint run = thread / 128u, column = thread & 127u, each = (splits + 3u) / 4u;
-const uint begin = min(run * each, splits), end = min(begin + each, splits);
 const uint border = min(max(exact_splits, begin), end);
 for (uint c0 = 0u; c0 < W; c0 += 128u) {
 const uint c = c0 + column;
 float exact = 0.0f;
 for (uint s0 = begin; s0 < border; s0 += 8u) {
+if (c0 == 0u && s0 == begin) {
+VQ_UNROLL
+for (uint k = 0u; k < 8u; ++k) exact += s0 + k < border ? share[s0 + k] * early[k] : 0.0f;
+continue;
+}
 VQ_UNROLL
 for (uint k = 0u; k < 8u; ++k) {
 const uint s = min(s0 + k, border - 1u);
@@ -67,6 +76,11 @@ exact = parts[column] + parts[128u + column] + parts[256u + column] + parts[384u
 threadgroup_barrier(mem_flags::mem_threadgroup);
 float packed = 0.0f;
 for (uint s0 = border; s0 < end; s0 += 8u) {
+if (c0 == 0u && s0 == begin) {
+VQ_UNROLL
+for (uint k = 0u; k < 8u; ++k) packed += s0 + k < end ? share[s0 + k] * early[k] : 0.0f;
+continue;
+}
 VQ_UNROLL
 for (uint k = 0u; k < 8u; ++k) {
 const uint s = min(s0 + k, end - 1u);

@@ -113,7 +113,7 @@ def cases(k_bits: int, v_bits: int, D: int, V: int, count: int = COUNT, seed: in
         yield Case(
             (q.astype(getattr(mx, dtype)), mx.array(rows, mx.int32), *arrays[0], *arrays[1], *tables),
             {"scale_bits": scale_bits(D**-0.5), "causal": causal, "splits": 1 + i % 5, "exact_splits": 0,
-             "regular": regular},
+             "folded": 0, "regular": regular},
             f"{i}: B {B}, H {H}, R {R}, L {L}, {dtype}, packed {packed}, rows {rows}, regular {regular}",
         )  # fmt: skip
 

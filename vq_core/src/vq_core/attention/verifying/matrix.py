@@ -38,14 +38,16 @@ def matrix_kernel(keys: BoundSide, values: BoundSide) -> Kernel:
     own = matrix_pair(keys.held.matrix, values.held.matrix, keys.ctx.dtype)
     told = reference(portable, keys, values)
 
-    def equals(*inputs: mx.array, **numbers: Any) -> Sequence[mx.array]:
+    def equals(*inputs: mx.array, folded: int, **numbers: Any) -> Sequence[mx.array]:
         a: Mapping[str, mx.array] = dict(zip(own.run.inputs, inputs, strict=True)) | {"mask": NOTHING}
         return merged(*told(*(a[name] for name in portable.run.inputs), masked=0, **numbers))
 
     def some() -> Iterator[Case]:
-        for case in cases(portable, keys, values, SERVED):
+        for turn, case in enumerate(cases(portable, keys, values, SERVED)):
             a = dict(zip(portable.run.inputs, case.inputs, strict=True))
-            numbers = {name: case.parameters[name] for name in own.run.numbers}
+            numbers = {name: case.parameters[name] for name in own.run.numbers if name != "folded"}
+            fits = 2 * numbers["exact_splits"] <= numbers["splits"]  # type: ignore[operator]
+            numbers["folded"] = (1, 3, 0)[turn % 3] if fits else 0
             yield Case(tuple(a[name] for name in own.run.inputs), numbers, case.name)
 
     return attrs.evolve(own.run, equals=equals, cases=some, compared=merged)

@@ -110,6 +110,14 @@ VQ_FN float4 vq_mma_m16n8k16(float4 c, uint a0, uint a1, uint a2, uint a3, uint 
       : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   return c;
 }
+VQ_FN float4 vq_mma_m16n8k16(float4 c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1, half) {
+  return vq_mma_m16n8k16(c, a0, a1, a2, a3, b0, b1);
+}
+VQ_FN float4 vq_mma_m16n8k16(float4 c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1, bfloat) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  return c;
+}
 VQ_FN uint vq_transpose_8x8(uint pair) {
   uint turned;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(turned) : "r"(pair));
@@ -118,6 +126,11 @@ VQ_FN uint vq_transpose_8x8(uint pair) {
 VQ_FN uint vq_half_pair(float low, float high) {
   uint pair;
   asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+VQ_FN uint vq_bfloat_pair(float low, float high) {
+  uint pair;
+  asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
 VQ_FN float vq_exp2_fast(float x) {

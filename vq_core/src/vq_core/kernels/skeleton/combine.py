@@ -16,6 +16,12 @@ const uint sg = simdgroup_index_in_threadgroup, splits = sums_shape[2], rows = s
 const uint n = threadgroup_position_in_grid.x, above = n / rows, m = n - above * rows;
 const uint L = query_length, H = sums_shape[1], head = above - above / H * H;
 const uint first = above * splits * rows + m;
+const uint run = thread / 128u, column = thread & 127u, each = (splits + 3u) / 4u;
+const uint begin = min(run * each, splits), end = min(begin + each, splits);
+// What is summed first is on its way before the shares are known.
+VQ_LOCAL(float, early, 8);
+VQ_UNROLL
+for (uint k = 0u; k < 8u; ++k) early[k] = sums[(first + min(begin + k, splits - 1u) * rows) * W + min(column, W - 1u)];
 const uint mine = min(thread, splits - 1u);
 const float all = thread < splits ? float(tops[(first + mine * rows) * 2u + 1u]) : 0.0f;
 const float top = tops[(first + mine * rows) * 2u];
@@ -41,8 +47,6 @@ float whole = extra;
 VQ_UNROLL
 for (uint k = 0u; k < 16u; ++k) whole += marks[16u + k];
 whole = whole == 0.0f ? 1.0f : whole;  // a row without tokens: its sums are 0, and 0 / 0 is not
-const uint run = thread / 128u, column = thread & 127u, each = (splits + 3u) / 4u;
-const uint begin = min(run * each, splits), end = min(begin + each, splits);
 """
 
 
@@ -51,6 +55,11 @@ def _sum(name: str, begin: str, end: str) -> str:
     return f"""
   float {name} = 0.0f;
   for (uint s0 = {begin}; s0 < {end}; s0 += 8u) {{
+    if (c0 == 0u && s0 == begin) {{
+      VQ_UNROLL
+      for (uint k = 0u; k < 8u; ++k) {name} += s0 + k < {end} ? share[s0 + k] * early[k] : 0.0f;
+      continue;
+    }}
     VQ_UNROLL
     for (uint k = 0u; k < 8u; ++k) {{
       const uint s = min(s0 + k, {end} - 1u);

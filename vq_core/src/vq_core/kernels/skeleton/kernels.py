@@ -67,7 +67,7 @@ def pair(keys: Side, values: Side, key_dim: int, value_dim: int, dtype: str) -> 
     kinds = "".join(short(p.dtype) for side in (keys, values) for p in side.pointers)
     name = f"attend_{keys.snippet.label}_{values.snippet.label}_{key_dim}_{value_dim}_{short(dtype)}_{kinds}"
     text = portable.body(keys, values, key_dim, value_dim, unit, dtype)
-    header = _header(keys, values)
+    header = _header(keys, values) + portable.exact_header(dtype)
     with _lock:
         known = _made.get(name)
         if known is None:

@@ -17,13 +17,14 @@ import mlx.core as mx
 from vq_core.api.facts import Side
 from vq_core.errors import PluginError
 from vq_core.kernels.kernel import Call, Case, Kernel, Output
+from vq_core.kernels.skeleton import matrix_exact
 from vq_core.kernels.skeleton import matrix_text as text
 
 BLOCK = 32
 """Tokens of a block: two tiles of 16."""
 MOST_QUERIES = 16
 HEAD_DIMS = (64, 96, 128, 192, 256)
-NUMBERS = ("scale_bits", "causal", "splits", "exact_splits", "regular")
+NUMBERS = ("scale_bits", "causal", "splits", "exact_splits", "folded", "regular")
 FACTS = 8
 """Numbers that ``rows`` holds of a row: packed tokens, first tokens, window tokens, left padding, hidden tokens."""
 MOST_ELEMENTS = 2**32
@@ -136,8 +137,12 @@ class MatrixText:
     Attributes:
         header: Of the kernel.
         shared: Threadgroup memory, at the top of the body.
-        common: Names that all parts use: ``lane``, ``warp``, ``split``, ``h``, ``b``, ``m0``, ``held``, ``M``, ``H``.
-        packed: The packed tokens, of splits from ``exact_splits`` on.
+        common: Names that all parts use: ``lane``, ``warp``, ``turn``, ``h``, ``b``, ``m0``, ``held``, ``M``, ``H``.
+        accumulators: Sums, weights and maxima, as both of the next begin with them.
+        packed: The packed tokens of ``split``, from ``exact_splits`` on; where ``folded`` is not 0, the first
+            ``exact_splits`` of these take so many steps less than the others.
+        exact: The exact tokens of split ``turn``.
+        mix: The threadgroup's sums and maxima, out, as ``split``.
         dynamic_bytes: Of threadgroup memory.
         threads: Of a threadgroup.
         step: Tokens that a warp takes at once.
@@ -146,14 +151,19 @@ class MatrixText:
     header: str
     shared: str
     common: str
+    accumulators: str
     packed: str
+    exact: str
+    mix: str
     dynamic_bytes: int
     threads: int
     step: int
 
 
-def matrix_text(keys: MatrixSnippet, values: MatrixSnippet, laid: MatrixPlan | None = None) -> MatrixText:
-    """The text of a pass over packed tokens.
+def matrix_text(
+    keys: MatrixSnippet, values: MatrixSnippet, laid: MatrixPlan | None = None, dtype: str = ""
+) -> MatrixText:
+    """The text of a pass over packed tokens, and with a dtype of that over exact ones.
 
     Raises:
         PluginError: a snippet of the wrong side, or what does not fit a processor's threadgroup memory.
@@ -188,15 +198,21 @@ def matrix_text(keys: MatrixSnippet, values: MatrixSnippet, laid: MatrixPlan | N
         "WARPS": f"{laid.warps}u", "STAGES": f"{laid.stages}u", "STEP_SIZE": f"{at // 4}u",
         "STEP": f"{laid.unit * BLOCK}u", "KEY_SCALE": f"{keys.scale:.9e}f", "HEADROOM": f"{text.HEADROOM}f",
         "FIRST_FIELD_shape": f"k_{keys.fields[0].name}_shape", "LOAD": "\n      ".join(loads),
-        "CLEAR": "\n    ".join(clear),
+        "CLEAR": "\n    ".join(clear), "CHANNEL": "16u * i + g", "NEXT": "8u",
     }  # fmt: skip
 
     def filled(part: str) -> str:
         return re.sub(r"\b[A-Z][A-Za-z_]*\b", lambda word: constants.get(word[0], word[0]), part)
 
-    header = "\n".join([f"#define UNIT {laid.unit}u", *defines, text.HEADER, keys.text, values.text])
+    own = matrix_exact.header(dtype) if dtype else ""
+    header = "\n".join([f"#define UNIT {laid.unit}u", *defines, text.HEADER, own, keys.text, values.text])
+    if dtype:
+        constants |= {
+            "CHANNEL": f"phase == 0u ? {matrix_exact.channel(V)} : 16u * i + g", "NEXT": "phase == 0u ? 1u : 8u",
+        }  # fmt: skip
     return MatrixText(
-        header, filled(text.SHARED), filled(text.COMMON), filled(text.PACKED), bytes_, laid.warps * BLOCK,
+        header, filled(text.SHARED), filled(text.COMMON), filled(text.ACCUMULATORS), filled(text.PACKED),
+        filled(matrix_exact.text(dtype, V)) if dtype else "", filled(text.MIX), bytes_, laid.warps * BLOCK,
         laid.unit * BLOCK,
     )  # fmt: skip
 
@@ -215,7 +231,7 @@ def matrix_pass(
     fields of the keys, ``k_<name>``, and of the values, ``v_<name>``, (N pages, H, ...); ``k_table`` and ``v_table``
     (B, depth) int32, the page of row b and depth d, read where ``regular`` is 0 (else it is d * B + b).  Run-time
     numbers: ``scale_bits``, the scale times log2(e) as the bits of a float; ``causal``; ``splits``; ``exact_splits``;
-    ``regular``.
+    ``folded``, see :class:`MatrixText`; ``regular``.
 
     Outputs: ``sums`` (B, H, splits, R * L, D_v) and ``tops`` (B, H, splits, R * L, 2), a split's maximum (a score in
     powers of two that no score exceeds by more than 2^4) and its weights' sum; the maximum of a split without tokens
@@ -238,13 +254,13 @@ def matrix_pass(
         return of
 
     def threadgroups(call: Call) -> tuple[int, int, int]:
-        B, H, splits, M = shape()(call)
-        return (splits, H * -(-M // 8), B)
+        B, H, _, M = shape()(call)
+        return (grid_splits(call), H * -(-M // 8), B)
 
     return Kernel(
         name=f"matrix_{keys.name}_{values.name}",
         stands_for="attend",
-        body=parts.shared + parts.common + parts.packed,
+        body="\n".join((parts.shared, parts.common, "const uint split = turn;", parts.accumulators, parts.packed, parts.mix)),
         header=parts.header,
         inputs={"q": "Q", "rows": "int32", **dict(fields), "k_table": "int32", "v_table": "int32"},
         outputs={"sums": Output("float32", shape(values.head_dim)), "tops": Output("float32", shape(2))},
@@ -267,6 +283,12 @@ def merged(sums: mx.array, tops: mx.array) -> tuple[mx.array, ...]:
     """One softmax of all splits: (B, H, M, D_v) float32."""
     share = mx.exp((tops[..., 0] - tops[..., 0].max(axis=2, keepdims=True)) * math.log(2))
     return ((sums * share[..., None]).sum(axis=2) / (tops[..., 1] * share).sum(axis=2)[..., None],)
+
+
+def grid_splits(call: Call) -> int:
+    """Threadgroups that share a head's tokens: where they are folded, the exact tokens have none of their own."""
+    n = call.numbers
+    return n["splits"] - (n["exact_splits"] if n["folded"] else 0)
 
 
 def scale_bits(scale: float) -> int:
@@ -304,4 +326,6 @@ def wrong(call: Call, keys: MatrixSnippet, values: MatrixSnippet) -> str:
         return f"{q[1]} query heads are no multiple of the {heads} KV heads"
     if not numbers["exact_splits"] < numbers["splits"]:
         return f"{numbers['splits']} splits with {numbers['exact_splits']} exact ones: at least one more is needed"
+    if numbers["folded"] and 2 * numbers["exact_splits"] > numbers["splits"]:
+        return f"{numbers['splits']} splits cannot fold {numbers['exact_splits']} exact ones: twice as many are needed"
     return ""

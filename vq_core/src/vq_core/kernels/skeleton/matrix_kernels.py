@@ -10,15 +10,11 @@ import mlx.core as mx
 
 from vq_core.errors import PluginError, UnsupportedShapeError
 from vq_core.kernels.kernel import Call, Kernel, Output
-from vq_core.kernels.skeleton import portable
 from vq_core.kernels.skeleton.kernels import MERGE
-from vq_core.kernels.skeleton.matrix import NUMBERS, MatrixSnippet, matrix_text, wrong
-from vq_core.kernels.skeleton.summing import GROUPS, merge
+from vq_core.kernels.skeleton.matrix import NUMBERS, MatrixSnippet, grid_splits, matrix_text, wrong
 
 COLUMNS = 8
 """Query rows of a threadgroup: the columns of a tensor-core tile."""
-EXACT_ROWS = 4
-"""Of them that the exact tokens take at once: with all, registers would leave room for fewer threadgroups."""
 DTYPES = ("float16", "bfloat16")
 PROCESSORS = 132
 """Of an H200: how many threadgroups run at once decides how finely a pass is split, not whether it is right."""
@@ -65,28 +61,23 @@ def matrix_pair(keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> Matri
 
 
 def _pair(name: str, keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> MatrixPair:
-    parts = matrix_text(keys, values)
+    parts = matrix_text(keys, values, dtype=dtype)
     D, V = keys.head_dim, values.head_dim
-    weights = GROUPS * portable.EXACT_UNIT * EXACT_ROWS
-    exact_bytes = 4 * (D * EXACT_ROWS + weights + GROUPS * V * EXACT_ROWS)
-    dynamic = max(parts.dynamic_bytes, exact_bytes)
+    # Exact tokens have threadgroups of their own, or come first in some of those that take packed ones.
     body = f"""
 {parts.shared}
 {parts.common}
-if (split < exact_splits) {{
-const uint heads = Hq, head = h, total = M, sg = warp, thread = thread_index_in_threadgroup, from = m0;
-for (uint part = 0u; part < held; part += {EXACT_ROWS}u) {{
-const int M = {EXACT_ROWS};
-const uint m0 = from + part;
-VQ_SHARED_PTR(float) queries = vq_view<float>(ring);
-VQ_SHARED_PTR(float) weights = queries + {D * EXACT_ROWS}u;
-VQ_SHARED_PTR(float) partial = weights + {weights}u;
-{portable.FACTS}
-{portable.exact_part(D, V, dtype, masks=False)}
-{merge(V, V, V)}
-}}
+const uint final = folded != 0u || turn >= exact_splits ? 1u : 0u;
+for (uint phase = turn < exact_splits ? 0u : 1u; phase <= final; ++phase) {{
+const uint split = phase != 0u && folded != 0u ? turn + exact_splits : turn;
+{parts.accumulators}
+if (phase == 0u) {{
+{parts.exact}
 }} else {{
 {parts.packed}
+}}
+{parts.mix}
+if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
 }}
 """
     fields = [(f"{s.prefix}_{f.name}", f.dtype) for s in (keys, values) for f in s.fields]
@@ -102,7 +93,7 @@ VQ_SHARED_PTR(float) partial = weights + {weights}u;
     def threadgroups(call: Call) -> tuple[int, int, int]:
         B, Hq, L, _ = call.shapes["q"]
         H = call.shapes["exact_k"][1]
-        return (call.numbers["splits"], H * -(-(Hq // H * L) // COLUMNS), B)
+        return (grid_splits(call), H * -(-(Hq // H * L) // COLUMNS), B)
 
     def check(call: Call) -> str:
         exact = (call.shapes["exact_k"][3:], call.shapes["exact_v"][3:])
@@ -127,9 +118,9 @@ VQ_SHARED_PTR(float) partial = weights + {weights}u;
         tolerance=4e-3,
         check=check,
         backends=("cuda", "simulator"),
-        dynamic_bytes=dynamic,
+        dynamic_bytes=parts.dynamic_bytes,
     )  # fmt: skip
-    slots = PROCESSORS * max(1, min(3, THREADGROUP_MEMORY // (dynamic + RESERVED)))
+    slots = PROCESSORS * max(1, min(3, THREADGROUP_MEMORY // (parts.dynamic_bytes + RESERVED)))
     names = tuple(tuple(f.name for f in s.fields) for s in (keys, values))
     return MatrixPair(run, MERGE, parts.step, slots, names)  # type: ignore[arg-type]
 

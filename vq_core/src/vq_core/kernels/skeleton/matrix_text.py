@@ -41,9 +41,18 @@ COMMON = """
 // -> sums (B, H, splits, M, V), tops (B, H, splits, M, 2).
 const uint lane = thread_index_in_simdgroup, warp = simdgroup_index_in_threadgroup, g = lane / 4u, t = lane & 3u;
 const uint rows_all = q_shape[0], Hq = q_shape[1], L = q_shape[2], H = FIRST_FIELD_shape[1], M = Hq / H * L;
-const uint split = threadgroup_position_in_grid.x, chunks = (M + 7u) / 8u;
+const uint turn = threadgroup_position_in_grid.x, chunks = (M + 7u) / 8u;
 const uint h = threadgroup_position_in_grid.y / chunks, m0 = (threadgroup_position_in_grid.y - h * chunks) * 8u;
 const uint b = threadgroup_position_in_grid.z, held = min(M - m0, 8u);
+"""
+
+ACCUMULATORS = """
+VQ_LOCAL(float4, acc, TILES);
+VQ_LOCAL(float4, extra, 1);
+VQ_UNROLL
+for (uint i = 0u; i < TILES; ++i) acc[i] = vq_float4(0.0f, 0.0f, 0.0f, 0.0f);
+extra[0] = vq_float4(0.0f, 0.0f, 0.0f, 0.0f);
+float top0 = -1e30f, top1 = -1e30f;
 """
 
 PACKED = """
@@ -51,9 +60,11 @@ PACKED = """
 const int packed = rows[b * 8u], window = rows[b * 8u + 2u];
 const int hidden = max(rows[b * 8u + 4u] - rows[b * 8u + 1u], 0);
 const uint begin = uint(hidden) / STEP, steps = (uint(packed) + STEP - 1u) / STEP;
-const uint parts = splits - exact_splits, count = steps > begin ? steps - begin : 0u;
-const uint per = (count + parts - 1u) / parts;
-const uint low = begin + min((split - exact_splits) * per, count), high = min(steps, low + per);
+const uint part = split - exact_splits, parts = splits - exact_splits;
+// A threadgroup that had exact tokens first takes fewer steps, so that all end together.
+const uint count = steps > begin ? steps - begin : 0u, per = (count + exact_splits * folded + parts - 1u) / parts;
+const uint cut = min(folded, per), low = begin + min(part * per - min(part, exact_splits) * cut, count);
+const uint high = min(steps, low + per - (part < exact_splits ? cut : 0u));
 VQ_SHARED_PTR(uint4) own = vq_view<uint4>(ring) + warp * (STAGES * STEP_SIZE);
 uint next = low + warp, fill = 0u;
 VQ_UNROLL
@@ -100,12 +111,6 @@ const int after = causal != 0u ? window - int(L) + 1 : int(L);
 const uint row0 = min(m0 + 2u * t, M - 1u), row1 = min(m0 + 2u * t + 1u, M - 1u);
 const int end0 = min(packed, packed + after + int(row0 - row0 / L * L));
 const int end1 = min(packed, packed + after + int(row1 - row1 / L * L)), least = min(packed, packed + after);
-VQ_LOCAL(float4, acc, TILES);
-VQ_LOCAL(float4, extra, 1);
-VQ_UNROLL
-for (uint i = 0u; i < TILES; ++i) acc[i] = vq_float4(0.0f, 0.0f, 0.0f, 0.0f);
-extra[0] = vq_float4(0.0f, 0.0f, 0.0f, 0.0f);
-float top0 = -1e30f, top1 = -1e30f;
 uint slot = 0u;
 for (uint step = low + warp; step < high; step += WARPS) {
   if (next < high) {
@@ -174,20 +179,23 @@ for (uint step = low + warp; step < high; step += WARPS) {
 }
 vq_copy_wait<0>();
 matrix_finish(lane, acc, extra);
+"""
+
+MIX = """
 // The warps' sums become one: a row of 8 queries a warp, padded so that no two lanes meet in a bank.
 threadgroup_barrier(mem_flags::mem_threadgroup);
 VQ_SHARED_PTR(float) mixed = vq_view<float>(ring) + warp * (8u * (V + 4u));
 VQ_UNROLL
 for (uint i = 0u; i < TILES; ++i) {
-  const uint at = 2u * t * (V + 4u) + 16u * i + g;
+  const uint at = 2u * t * (V + 4u) + (CHANNEL), after = at + (NEXT);
   const float4 one = acc[i];
   if (2u * t < held) {
     mixed[at] = one.x;
-    mixed[at + 8u] = one.z;
+    mixed[after] = one.z;
   }
   if (2u * t + 1u < held) {
     mixed[at + V + 4u] = one.y;
-    mixed[at + V + 12u] = one.w;
+    mixed[after + V + 4u] = one.w;
   }
 }
 if (g == 0u) {

@@ -19,6 +19,7 @@ from vq_core.kernels.skeleton.scoring import Frame, scores, softmax
 from vq_core.kernels.skeleton.snippet import SIMD, Snippet
 from vq_core.kernels.skeleton.summing import GROUPS, finish, merge, sums, weighted
 
+EIGHT = 8
 EXACT_UNIT = 32
 """Exact tokens that a SIMD group takes at once: few, so that a window of 128 is spread over a threadgroup."""
 TYPES = {
@@ -208,6 +209,38 @@ for (uint n = begin; n < units; n += (splits - exact_splits) * {GROUPS}u) {{
 """
 
 
+def exact_header(dtype: str) -> str:
+    """Functions that ``exact_part`` calls: eight numbers of 16 bits at once where they lie so."""
+    both = {
+        "float16": "const half2 both = as_type<half2>(pair);\n  return vq_float2(float(both.x), float(both.y));",
+        "bfloat16": "return vq_float2(as_type<float>(pair << 16), as_type<float>(pair & 0xffff0000u));",
+    }.get(dtype)
+    if both is None:
+        return ""
+    return f"""
+VQ_FN float2 exact_both(uint pair) {{
+  {both}
+}}
+VQ_FN void exact_run(VQ_GLOBAL({TYPES[dtype]}) from, bool wide, VQ_LOCAL_PTR(float) u) {{
+  if (wide) {{
+    const uint4 four = vq_view<uint4>(from)[0];
+    const float2 a = exact_both(four.x), b = exact_both(four.y), c = exact_both(four.z), d = exact_both(four.w);
+    u[0] = a.x;
+    u[1] = a.y;
+    u[2] = b.x;
+    u[3] = b.y;
+    u[4] = c.x;
+    u[5] = c.y;
+    u[6] = d.x;
+    u[7] = d.y;
+  }} else {{
+    VQ_UNROLL
+    for (int j = 0; j < {EIGHT}; ++j) u[j] = float(from[j]);
+  }}
+}}
+"""
+
+
 def exact_channels(width: int) -> int:
     """Channels of a lane's run: all lanes have work where the head is that wide."""
     return next(c for c in (8, 4, 2, 1) if width % c == 0)
@@ -216,8 +249,15 @@ def exact_channels(width: int) -> int:
 def _exact(key_dim: int, value_dim: int, dtype: str, masks: bool) -> str:
     channels, run = next(c for c in (8, 4, 2, 1) if key_dim % c == 0), exact_channels(value_dim)
     kind = TYPES[dtype]
-    load = "VQ_UNROLL\nfor (int j = 0; j < {n}; ++j) u[j] = float({at} + j]);"
-    key_at, value_at = f"from_k[min(t, int(count) - 1) * {key_dim} + c", f"from_v[t * {value_dim} + c"
+
+    def load(n: int, name: str, at: str) -> str:
+        if exact_header(dtype) and n == EIGHT:
+            return f"exact_run({name} + {at}, wide, u)"
+        return f"VQ_UNROLL\nfor (int j = 0; j < {n}; ++j) u[j] = float({name}[{at} + j])"
+
+    key = load(channels, "from_k", f"min(t, int(count) - 1) * {key_dim} + c")
+    value = load(run, "from_v", f"t * {value_dim} + c")
+    runs = exact_header(dtype) and EIGHT in (channels, run)
     keys = Snippet("exact", 1, channels, ".")
     values = Snippet("exact", 1, run, ".")
     frame = Frame(1, channels, EXACT_UNIT)
@@ -234,8 +274,9 @@ for (uint n = split * {GROUPS}u + sg; n < units; n += exact_splits * {GROUPS}u) 
   const int column = old ? pad - hidden + int(place) : int(length) - int(width) + int(place);
   VQ_GLOBAL({kind}) from_k = (old ? sink_k : exact_k) + above * {key_dim}u;
   VQ_GLOBAL({kind}) from_v = (old ? sink_v : exact_v) + above * {value_dim}u;
-{scores(frame, key_dim, keys, load.format(n=channels, at=key_at), "", "")}
+  {"const bool wide = vq_aligned<uint4>(from_k) && vq_aligned<uint4>(from_v);" if runs else ""}
+{scores(frame, key_dim, keys, key, "", "", "along")}
 {softmax(frame, masks)}
-{weighted(values, value_dim, EXACT_UNIT, load.format(n=run, at=value_at), "", "")}
+{weighted(values, value_dim, EXACT_UNIT, value, "", "")}
 }}
 """

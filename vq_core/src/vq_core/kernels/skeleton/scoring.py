@@ -34,7 +34,9 @@ class Frame:
         return self.unit // SIMD
 
 
-def scores(frame: Frame, width: int, snippet: Snippet, numbers: str, by_channel: str, by_token: str) -> str:
+def scores(
+    frame: Frame, width: int, snippet: Snippet, numbers: str, by_channel: str, by_token: str, token: str = "k_first + along"
+) -> str:  # fmt: skip
     """Scores of the unit's tokens: in the end ``f[i * M + m]`` are those of tokens ``own + i``."""
     T, C = frame.tokens, frame.channels
     step = C * frame.across
@@ -90,9 +92,7 @@ def scores(frame: Frame, width: int, snippet: Snippet, numbers: str, by_channel:
         for (int m = 0; m < M; ++m) f[i * M + m] += dot[i * M + m] * map.x + flat[m] * map.y;
       }}
 """
-    exact = numbers.startswith("VQ_UNROLL")
     guard = f"if (c < {width}) " if ragged else ""
-    token = "along" if exact else "k_first + along"
     units = _scaled(snippet.units, T)
     base = snippet.per == "channel"
     return f"""

@@ -8,9 +8,12 @@
 #define vq_mma_m16n8k16(...) vq_simd_mma(VQ_SITE, __VA_ARGS__)
 #define vq_transpose_8x8(...) vq_simd_transpose(VQ_SITE, __VA_ARGS__)
 
-VQ_FN float vq_low_half(uint pair) { return vq_half_value(ushort(pair & 0xffffu)); }
-VQ_FN float vq_high_half(uint pair) { return vq_half_value(ushort(pair >> 16)); }
+VQ_FN float vq_low(uint pair, half) { return vq_half_value(ushort(pair & 0xffffu)); }
+VQ_FN float vq_high(uint pair, half) { return vq_half_value(ushort(pair >> 16)); }
+VQ_FN float vq_low(uint pair, bfloat) { return as_type<float>(pair << 16); }
+VQ_FN float vq_high(uint pair, bfloat) { return as_type<float>(pair & 0xffff0000u); }
 VQ_FN uint vq_half_pair(float low, float high) { return uint(vq_half_bits(low)) | uint(vq_half_bits(high)) << 16; }
+VQ_FN uint vq_bfloat_pair(float low, float high) { return uint(vq_bfloat_bits(low)) | uint(vq_bfloat_bits(high)) << 16; }
 VQ_FN float vq_exp2_fast(float x) { return x < -126.0f ? 0.0f : exp2(x); }
 
 // Of each SIMD group the numbers of two products: nobody comes to a third before all have read the first.
@@ -19,21 +22,22 @@ static vq_tile vq_tiles[VQ_LANES / 32][2];
 
 // Lane 4 g + t gives of A (16 x 16) rows g and g + 8, columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9; of B (16 x 8) those rows of
 // column g; it has of C (16 x 8) rows g and g + 8, columns 2 t and 2 t + 1.
-VQ_FN float4 vq_simd_mma(vq_site site, float4 c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
+template <class T = half>
+VQ_FN float4 vq_simd_mma(vq_site site, float4 c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1, T = T(0.0f)) {
   const uint g = vq_me->lane >> 2, t = vq_me->lane & 3u, k = 2 * t;
   vq_tile& tile = vq_tiles[vq_me->simd][vq_simd_groups[vq_me->simd].parity];
   const uint a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
   for (uint i = 0; i < 4; ++i) {
     float* at = &tile.a[g + 8 * (i & 1u)][k + 8 * (i >> 1)];
-    at[0] = vq_low_half(a[i]);
-    at[1] = vq_high_half(a[i]);
+    at[0] = vq_low(a[i], T(0.0f));
+    at[1] = vq_high(a[i], T(0.0f));
   }
   for (uint i = 0; i < 2; ++i) {
-    tile.b[k + 8 * i][g] = vq_low_half(b[i]);
-    tile.b[k + 8 * i + 1][g] = vq_high_half(b[i]);
+    tile.b[k + 8 * i][g] = vq_low(b[i], T(0.0f));
+    tile.b[k + 8 * i + 1][g] = vq_high(b[i], T(0.0f));
   }
   vq_meet(VQ_OP_MMA, 0, 0, site);
-  // Products of halves are exact in a float; the order of the sums is nobody's promise, so the seed draws it.
+  // Products of 16-bit numbers are exact in a float; the order of the sums is nobody's promise, so the seed draws it.
   const uint twist = uint(vq_now->seed * 5) & 15u;
   float sums[4] = {c.x, c.y, c.z, c.w};
   for (uint i = 0; i < 4; ++i)
