@@ -105,6 +105,7 @@ class PackedKVCache:
         self.layer, self._rope, self._model, self._strict = layer, rope, model, strict
         self._strict_lengths, self._flushes = strict_lengths, True
         self._history: History | None = None
+        self._lasting: tuple[tuple[Any, ...], str] | None = None
         self.reads = ReadCount()
 
     # ---- growing and reading

@@ -50,6 +50,12 @@ def describe(cache: PackedKVCache, as_held: bool = False) -> tuple[dict[str, Any
     Pages are in canonical order, whatever the order in which they are held; with ``as_held`` they stay in a device
     form, which the description then names.
     """
+    arrays = _arrays(cache, as_held)
+    return _lasting(cache, as_held) | _changing(cache, arrays), arrays
+
+
+def _lasting(cache: PackedKVCache, as_held: bool) -> dict[str, Any]:
+    """What stays as a cache grows."""
     description: dict[str, Any] = {
         "vq": STATE_VERSION, "policy": cache.policy.text, "layer": cache.layer, "model": cache._model,
         "rope": cache._rope and attrs.asdict(cache._rope), "sliding": cache.sliding,
@@ -61,37 +67,59 @@ def describe(cache: PackedKVCache, as_held: bool = False) -> tuple[dict[str, Any
     else:
         records = {side: bound.record for side, bound in history.bound.items()}
     description["methods"] = {s: {"distribution": r.distribution, "version": r.version} for s, r in records.items()}
-    arrays: dict[str, mx.array] = {}
     if history is None or cache.empty():
-        return description, arrays
-    ctx, window = history.bound["keys"].ctx, history.window
+        return description
+    ctx = history.bound["keys"].ctx
     description["shape"] = {
         "kv_heads": ctx.kv_heads, "key_dim": ctx.key_dim, "value_dim": ctx.value_dim,
         "dtype": ctx.dtype, "rows": history.rows,
     }  # fmt: skip
     description["layout"] = {side: layout_text(bound.canonical) for side, bound in history.bound.items()}
-    description["window"] = {name: getattr(window, name) for name in COUNTS}
-    description["dropped"] = history.dropped
-    description["stores"] = {s: {"tokens": t.tokens, "owned": t.owned} for s, t in history.stores.items()}
-    arrays |= {f"window.{n}": a for n in WINDOW if (a := getattr(window, n)) is not None}
+    if as_held and any(bound.held for bound in history.bound.values()):
+        description[FORM] = {s: b.held.form.name if b.held else "" for s, b in history.bound.items()}
+    return description
+
+
+def _changing(cache: PackedKVCache, arrays: Mapping[str, mx.array]) -> dict[str, Any]:
+    """What a step changes."""
+    history = cache._history
+    if history is None or cache.empty():
+        return {}
+    return {
+        "window": {name: getattr(history.window, name) for name in COUNTS},
+        "dropped": history.dropped,
+        "stores": {s: {"tokens": t.tokens, "owned": t.owned} for s, t in history.stores.items()},
+        "arrays": list(arrays),
+    }
+
+
+def _arrays(cache: PackedKVCache, as_held: bool) -> dict[str, mx.array]:
+    """The arrays by name."""
+    history = cache._history
+    if history is None or cache.empty():
+        return {}
+    arrays = {f"window.{n}": a for n in WINDOW if (a := getattr(history.window, n)) is not None}
     for side, store in history.stores.items():
         held, bound = store.paged | store.sequence, history.bound[side]
         if bound.held is not None and not as_held:
             held = reorder(bound.held.form, bound, held, to_device=False)
         arrays |= {f"{side}.{name}": array for name, array in held.items()}
-    description["arrays"] = list(arrays)
-    if as_held and any(bound.held for bound in history.bound.values()):
-        description[FORM] = {s: b.held.form.name if b.held else "" for s, b in history.bound.items()}
-    return description, arrays
+    return arrays
 
 
 def dump(cache: PackedKVCache) -> list[Any]:
     """The state of a cache for mlx-lm: the description as text, then the arrays.
 
-    As they are held: mlx-lm evaluates states while it generates, and both orders at once would be twice the memory.
+    As they are held: mlx-lm evaluates states while it generates, and both orders at once would be twice the memory.  It
+    asks after each chunk of a prompt, so what lasts is written once.
     """
-    description, arrays = describe(cache, as_held=True)
-    return [json.dumps(description), *arrays.values()]
+    history, arrays = cache._history, _arrays(cache, as_held=True)
+    if history is None or cache.empty():
+        return [json.dumps(_lasting(cache, as_held=True))]
+    key = (history.bound, history.rows, cache.policy, cache.layer, cache._model, cache._rope, cache.sliding)
+    if cache._lasting is None or any(a is not b for a, b in zip(cache._lasting[0], key, strict=True)):
+        cache._lasting = (key, json.dumps(_lasting(cache, as_held=True)))
+    return [f"{cache._lasting[1][:-1]}, {json.dumps(_changing(cache, arrays))[1:]}", *arrays.values()]
 
 
 def restore(cache: PackedKVCache, state: Sequence[Any]) -> None:

@@ -22,6 +22,9 @@ class Gpu:
     kernel, which never changes.  Nothing that grows with a sequence is part of the text.
     """
 
+    lazy = True
+    """A call is a node of MLX's graph."""
+
     def __init__(self, backend: Backend):
         self.backend = backend
         self._made: dict[Kernel, Any] = {}
