@@ -266,7 +266,7 @@ class Lazy:
 
 def test_both_launches_are_traced_once_for_steps_that_launch_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = PackedKVCache(method="kivi:bits=4", residual=32, kernels="simulator", attention="kernel")
-    x = mx.random.normal((1, 2, 300, 64), key=mx.random.key(0)).astype(mx.float16)
+    x = mx.random.normal((1, 2, 400, 64), key=mx.random.key(0)).astype(mx.float16)
     cache.update_and_fetch(x, x)
     q = mx.random.normal((1, 8, 1, 64), key=mx.random.key(1)).astype(mx.float16)
     cache.attend(q, scale=0.125)  # proves the kernels, in the simulator
