@@ -260,7 +260,9 @@ def matrix_pass(
     return Kernel(
         name=f"matrix_{keys.name}_{values.name}",
         stands_for="attend",
-        body="\n".join((parts.shared, parts.common, "const uint split = turn;", parts.accumulators, parts.packed, parts.mix)),
+        body="\n".join(
+            (parts.shared, parts.common, "const uint split = turn;", parts.accumulators, parts.packed, parts.mix)
+        ),
         header=parts.header,
         inputs={"q": "Q", "rows": "int32", **dict(fields), "k_table": "int32", "v_table": "int32"},
         outputs={"sums": Output("float32", shape(values.head_dim)), "tops": Output("float32", shape(2))},
