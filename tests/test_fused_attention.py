@@ -7,14 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from vq_core import CacheStateError, PackedKVCache, SettingsError, UnsupportedShapeError
-from vq_core.attention import fused, packed
 from vq_core.attention.packed import attend
 from vq_core.cache.tagged import reading_of
 from vq_core.evaluate.random_attention import run
@@ -66,6 +64,8 @@ def test_a_kept_step_gives_what_a_new_one_gives(
     tier: str, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over updates with and without a flush, two layers in turn, one query and three: bit for bit."""
+    from vq_core.attention import packed
+
     monkeypatch.setattr(packed, "_steps", {})
     caches = [filled(150, attention=tier, **options) for _ in range(2)]
     made = []
@@ -244,47 +244,3 @@ def test_more_causal_queries_than_a_sliding_window_holds() -> None:
     reading.attend(q, scale=0.125, mask="causal")
     with pytest.raises(UnsupportedShapeError, match="a causal mask of 8 queries needs as many tokens; the cache has 5"):
         cache.attend(q, scale=0.125, mask="causal")
-
-
-# ---- both launches as one graph
-
-
-class Lazy:
-    """A GPU's place: a call is a node, here of plain operations that depend on every input."""
-
-    backend, lazy = "simulator", True
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def run(self, kernel: Any, inputs: Any, launch: Any) -> tuple[mx.array, ...]:
-        self.calls += [kernel.name] if kernel.name.startswith("attend_") else []
-        found = sum(((i + 1) * x.astype(mx.float32).sum() for i, x in enumerate(inputs)), mx.array(0.0))
-        dtypes = [getattr(mx, dtype) for dtype in launch.dtypes]
-        return tuple(mx.broadcast_to(found, s).astype(d) for s, d in zip(launch.shapes, dtypes, strict=True))
-
-
-def test_both_launches_are_traced_once_for_steps_that_launch_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = PackedKVCache(method="kivi:bits=4", residual=32, kernels="simulator", attention="kernel")
-    x = mx.random.normal((1, 2, 400, 64), key=mx.random.key(0)).astype(mx.float16)
-    cache.update_and_fetch(x, x)
-    q = mx.random.normal((1, 8, 1, 64), key=mx.random.key(1)).astype(mx.float16)
-    cache.attend(q, scale=0.125)  # proves the kernels, in the simulator
-    runner = Lazy()
-    monkeypatch.setattr("vq_core.kernels.backends.choose", lambda backend: runner)
-    monkeypatch.setattr("vq_core.attention.packed._steps", {})
-    monkeypatch.setattr("vq_core.attention.fused._joined", {})
-    widths = set()
-    for step in range(40):
-        x = mx.random.normal((1, 2, 1, 64), key=mx.random.key(step + 2)).astype(mx.float16)
-        cache.update_and_fetch(x, x)
-        view = cache._view()
-        widths.add((view.keys.exact.shape, view.keys.pages.stored("codes").shape))
-        got = cache.attend(q + step, scale=0.125)
-        (made,) = [s for k, s in packed._steps.items() if k[-1] == view.length]
-        plain = made.merge((*made.run(made.inputs(view, q + step, None)), fused.NO_LOGITS))[0]
-        assert mx.array_equal(got, plain), step
-        del runner.calls[-2:]  # the plain ones
-    # Once for each shape of the arrays, and never for a length alone.
-    assert len(runner.calls) == 2 * len(widths) < 80, (runner.calls, widths)
-    assert len(fused._joined) == 1

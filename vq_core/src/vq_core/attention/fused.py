@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -45,7 +45,6 @@ class Step:
         queries: Into what the pass takes; ``None``: as they are.
         prepare: The snippet's.
         finish: The snippet's.
-        both: The two launches at once, see :func:`_both`.
     """
 
     run: Prepared
@@ -56,7 +55,6 @@ class Step:
     queries: mx.Dtype | None = None
     prepare: Callable[[mx.array], mx.array] | None = None
     finish: Callable[[mx.array], mx.array] | None = None
-    both: Callable[..., Sequence[mx.array]] | None = None
 
     def __call__(
         self, view: CacheView, queries: mx.array, sinks: mx.array | None, mask: mx.array | None = None
@@ -69,12 +67,9 @@ class Step:
             sinks: The model's logits, (H_q,).
             mask: To be added, (B or 1, H_q or 1, L or 1, T) float32.
         """
+        found = self.run(self.inputs(view, queries, mask))
         logits = NO_LOGITS if sinks is None else sinks if sinks.dtype == mx.float32 else sinks.astype(mx.float32)
-        inputs = self.inputs(view, queries, mask)
-        if self.both is None:
-            outs = self.merge((*self.run(inputs), logits))
-        else:
-            outs = self.both(*inputs, *self.run.numbers, *self.merge.numbers, logits)
+        outs = self.merge((*found, logits))
         if self.finish is None:
             return outs[0]
         return (outs[0] + self.finish(outs[1])).astype(queries.dtype)
@@ -155,7 +150,8 @@ def _shared_out(tokens: int, kernels: MatrixPair, exact: int, most: int) -> dict
 
 
 def _rounds(steps: int, parts: int) -> int:
-    return -(-(-(-steps // parts)) // GROUPS)
+    """Of a warp, each round a step, for so many steps of all."""
+    return math.ceil(math.ceil(steps / parts) / GROUPS)
 
 
 def _ready(
@@ -174,43 +170,7 @@ def _ready(
     own |= {"exact_splits": numbers["exact_splits"]}
     logits = NO_LOGITS if sinks is None else mx.zeros(sinks.shape)
     step.merge = merge.prepared(runner, [*blank, logits], own)
-    step.both = _both(step.run, step.merge)
     return step
-
-
-def _both(run: Prepared, merge: Prepared) -> Callable[..., Sequence[mx.array]] | None:
-    """Both launches as one function that MLX keeps the graph of, for all steps that launch alike.
-
-    Making a custom kernel's node costs more than running a short one: its text is joined and its arguments are read
-    each time.  The simulator runs at once, and has no graph.
-    """
-    if not getattr(run.runner, "lazy", False):
-        return None
-    key = (id(run.runner), *(_launched(p) for p in (run, merge)))
-    found = _joined.get(key)
-    if found is None:
-        first, numbers = len(run.kernel.inputs), len(run.numbers)
-
-        def launched(*given: mx.array) -> Sequence[mx.array]:
-            sums = run.runner.run(run.kernel, list(given[: first + numbers]), run.launch)
-            rest = given[first + numbers :]
-            made: Sequence[mx.array] = merge.runner.run(merge.kernel, [*sums, rest[-1], *rest[:-1]], merge.launch)
-            return made
-
-        if len(_joined) >= MOST_JOINED:
-            _joined.clear()
-        found = _joined[key] = mx.compile(launched)
-    return found
-
-
-def _launched(p: Prepared) -> tuple[Any, ...]:
-    """What a launch depends on but for its arrays."""
-    call, launch = p.launch.call, p.launch
-    return p.kernel, launch.grid, launch.threads, tuple(launch.shapes), tuple(launch.dtypes), *call.parameters.items()
-
-
-MOST_JOINED = 256
-_joined: dict[Any, Callable[..., Sequence[mx.array]]] = {}
 
 
 def _read(side: Side) -> list[str | mx.array]:

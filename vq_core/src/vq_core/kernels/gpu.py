@@ -22,9 +22,6 @@ class Gpu:
     kernel, which never changes.  Nothing that grows with a sequence is part of the text.
     """
 
-    lazy = True
-    """A call is a node of MLX's graph."""
-
     def __init__(self, backend: Backend):
         self.backend = backend
         self._made: dict[Kernel, Any] = {}

@@ -46,7 +46,7 @@ def matrix_kernel(keys: BoundSide, values: BoundSide) -> Kernel:
         for turn, case in enumerate(cases(portable, keys, values, SERVED)):
             a = dict(zip(portable.run.inputs, case.inputs, strict=True))
             numbers = {name: case.parameters[name] for name in own.run.numbers if name != "folded"}
-            fits = 2 * numbers["exact_splits"] <= numbers["splits"]  # type: ignore[operator]
+            fits = 2 * numbers["exact_splits"] <= numbers["splits"]
             numbers["folded"] = (1, 3, 0)[turn % 3] if fits else 0
             yield Case(tuple(a[name] for name in own.run.inputs), numbers, case.name)
 

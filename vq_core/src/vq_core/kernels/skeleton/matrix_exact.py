@@ -1,7 +1,7 @@
 """The matrix skeleton's text for exact tokens: the same products, on keys and values as the model made them.
 
-A warp takes 16 tokens at once. Channels of a product may come in any order that both factors share, so a lane reads eight
-neighbours at a time: of keys, those of its token; of values, those of four tokens, which become pairs of tokens.
+A warp takes 16 tokens at once. Channels of a product may come in any order that both factors share, so a lane reads
+eight neighbours at a time: of keys, those of its token; of values, those of four tokens, which become pairs of tokens.
 Weights of bfloat16 values are two bfloat16 numbers each: one alone has eight bits.
 """
 
@@ -160,7 +160,7 @@ def text(dtype: str, value_dim: int) -> str:
 
 
 def run_of(value_dim: int) -> int:
-    """Pairs of neighbouring channels that a lane reads at once: a tile of 16 channels holds one pair of each of 8 lanes."""
+    """Pairs of neighbouring channels that a lane reads at once: a tile of 16 channels holds one of each of 8 lanes."""
     return 4 if value_dim % 64 == 0 else 1
 
 

@@ -35,7 +35,8 @@ class Frame:
 
 
 def scores(
-    frame: Frame, width: int, snippet: Snippet, numbers: str, by_channel: str, by_token: str, token: str = "k_first + along"
+    frame: Frame, width: int, snippet: Snippet, numbers: str, by_channel: str, by_token: str,
+    token: str = "k_first + along",
 ) -> str:  # fmt: skip
     """Scores of the unit's tokens: in the end ``f[i * M + m]`` are those of tokens ``own + i``."""
     T, C = frame.tokens, frame.channels
