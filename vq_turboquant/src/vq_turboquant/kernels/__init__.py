@@ -1,0 +1,1 @@
+"""Kernels of turboquant_rvq and turboquant_prod, and their snippets."""
