@@ -15,6 +15,7 @@ where each of the three sums is below 2**24 by Cauchy-Schwarz while x and the ma
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -62,7 +63,8 @@ class Projection:
                 f"a dense projection of {matrix.shape[-1]} numbers: at most {MOST} are accepted"
             )
         # With 2**-10 to spare: an orthonormal row may have a norm just above 1.
-        norm = float(matrix.square().sum(axis=-1).max().item()) ** 0.5 * (1 - 2.0**-10)
+        largest: Any = matrix.astype(mx.float32).square().sum(axis=-1).max().item()
+        norm = math.sqrt(largest) * (1 - 2.0**-10)
         scale = 2.0 ** math.ceil(math.log2(norm)) if norm > 0 else 1.0
         first, second = split(matrix.astype(mx.float32) / scale)
         return cls((first / HIGH + second / (HIGH * LOW)) * scale, first, second, scale)
