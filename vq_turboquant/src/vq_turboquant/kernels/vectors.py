@@ -36,31 +36,49 @@ const uint row = min(n, rows - 1u);  // spare SIMD groups repeat the last vector
 """
 """Whose vector it is."""
 
-DENSE = f"""
+SPLIT = f"""
 VQ_SHARED(float, low, {GROUPS * MOST});
+"""
+DENSE = f"""{SPLIT}
 VQ_SHARED(float, made, {GROUPS * MOST});
 """
-"""Threadgroup memory that a dense product needs besides."""
+"""Threadgroup memory that a dense product needs besides, of a vector in place."""
 
-LOAD = f"""
-// The scale: a sum of squares folded in halves, as vq_core.codec.projection.fold_sum does.
-VQ_LOCAL(float, squares, {MOST // 32});
+
+def folded(total: str, square: str) -> str:
+    """Text of the sum ``total`` over a vector's numbers i, in halves as the core's fold_sum; ``square`` sets TERM."""
+    terms = f"{total}_terms"
+    return f"""
+VQ_LOCAL(float, {terms}, {MOST // 32});
 VQ_UNROLL
-for (uint r = 0u; r < {MOST // 32}u; ++r) {{
-  const uint i = r * 32u + lane;
-  const float w = i < D ? float(x[row * D + i]) : 0.0f;
-  squares[r] = vq_mul(w, w);
-  if (i < D) all[own + i] = w;
+for (uint k = 0u; k < {MOST // 32}u; ++k) {{
+  const uint i = k * 32u + lane;
+{square.replace("TERM", f"{terms}[k]")}
 }}
 VQ_UNROLL
 for (uint h = {MOST // 64}u; h > 0u; h >>= 1) {{
   VQ_UNROLL
-  for (uint r = 0u; r < h; ++r) squares[r] = vq_add(squares[r], squares[r + h]);
+  for (uint k = 0u; k < h; ++k) {terms}[k] = vq_add({terms}[k], {terms}[k + h]);
 }}
-float sum = squares[0];
+float {total} = {terms}[0];
 VQ_UNROLL
-for (uint h = 16u; h > 0u; h >>= 1) sum = vq_add(sum, simd_shuffle_xor(sum, h));
-float step = sqrt(vq_div(sum, float(D)));
+for (uint h = 16u; h > 0u; h >>= 1) {total} = vq_add({total}, simd_shuffle_xor({total}, h));
+"""
+
+
+def mean(total: str) -> str:
+    """The root mean square that a sum of squares makes."""
+    return f"sqrt(vq_div({total}, float(D)))"
+
+
+SQUARE = """
+  const float w = i < D ? float(x[row * D + i]) : 0.0f;
+  TERM = vq_mul(w, w);
+  if (i < D) all[own + i] = w;
+"""
+LOAD = f"""
+{folded("sum", SQUARE)}
+float step = {mean("sum")};
 if (sizeof(M) == 2) step = float(half(step));  // as it is stored
 const float root = sqrt(float(D)), size = vq_mul(step, root);
 const bool usable = size > 0.0f && size < INFINITY;
@@ -138,8 +156,8 @@ def count(code: str, v: str, edges: int) -> str:
 """
 
 
-def packed(target: str, code: str, words: str) -> str:
-    """Text that writes the words of a stream, W codes of ``bits``, from ``code`` of the number w of ``all``."""
+def packed(target: str, code: str, words: str, source: str = "all") -> str:
+    """Text that writes the words of a stream, W codes of ``bits``, from ``code`` of the numbers w of ``source``."""
     return f"""
 for (uint o = lane; o < {words}; o += 32u) {{
   const uint begin = o * 32u / uint(bits);
@@ -148,7 +166,7 @@ for (uint o = lane; o < {words}; o += 32u) {{
   for (uint k = 0u; k < (31u + uint(bits)) / uint(bits) + 1u; ++k) {{
     const uint i = begin + k, at = i * uint(bits);
     if (at < o * 32u + 32u && i < W) {{
-      const uint w = uint(all[own + i]), q = {code};
+      const uint w = uint({source}[own + i]), q = {code};
       word |= at >= o * 32u ? q << (at - o * 32u) : q >> (o * 32u - at);
     }}
   }}
