@@ -1,1 +1,1 @@
-"""Kernels of turboquant_rvq and turboquant_prod, and their snippets."""
+"""Kernels of the TurboQuant methods, and their snippets."""
