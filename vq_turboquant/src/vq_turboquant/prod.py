@@ -8,20 +8,20 @@ signs h of S r, m random projections.  A score is estimated without bias, for an
 
 K belongs to S: sqrt(pi / 2) for independent N(0, 1) numbers (``sketch=gaussian``, as published), and
 sqrt(pi) Gamma((D + 1) / 2) / (Gamma(D / 2) sqrt(D)) for orthogonal rows of norm sqrt(D) (``sketch=orthogonal``), which
-is .2% more at D = 128.  At b = 1 there is no code: the sketch is of k itself.
+is .2% less at D = 128.  At b = 1 there is no code: the sketch is of k itself.
 
 **Never a default.** As published it loses at every width to turboquant_mse with ``scale=unbiased``, whose scores have
-no bias either, and which stores 16 / D bits less.  D times the squared error of <q, k> / (|q| |k|), D = 128, 40 fresh
-draws x 2,000 independent pairs (tests/test_prod_figures.py; the last column is measured in shared/methods.md):
+no bias either, and which stores 16 / D bits less.  D times the squared error of <q, k> / (|q| |k|), D = 128, 40 draws
+of P and S (seeds 0 to 39) x 2,000 independent pairs, as tests/test_prod.py has them with DRAWS = 40:
 
-    ====  ========  ==========  ==================
-    bits  gaussian  orthogonal  mse, unbiased scale
-    ====  ========  ==========  ==================
-    1     1.545     .565        .568
-    2     .559      .204        .130
-    3     .180      .065        .0346
-    4     .0527     .0193       .0093
-    ====  ========  ==========  ==================
+    ====  ========  ==========  ====================================
+    bits  gaussian  orthogonal  turboquant_mse, ``scale=unbiased``
+    ====  ========  ==========  ====================================
+    1     1.560     .566        .568
+    2     .561      .202        .130
+    3     .182      .0653       .0346
+    4     .0533     .0192       .0093
+    ====  ========  ==========  ====================================
 
 The noise of the signs goes through the softmax: others report worse perplexity for it than for turboquant_mse of as
 many bits.  ``orthogonal`` has 2.75 times less of it for the same bytes.
@@ -48,10 +48,10 @@ from vq_core.api.attend import Tile
 from vq_core.codec.bits import pack_bits, unpack_bits
 from vq_core.codec.codebook import boundaries, count_below, gaussian_centroids, gaussian_error
 from vq_core.codec.hadamard import SignHadamard, normaliser
-from vq_core.codec.projection import HIGH, LOW, Projection, fold_sum
+from vq_core.codec.projection import HIGH, LOW, DenseRotation, Projection, fold_sum
 from vq_core.codec.rotation import gaussian_matrix, orthogonal_sketch
 from vq_core.kernels import KernelOffer, Snippet
-from vq_turboquant.basis import ROTATIONS, Haar, rotation_for
+from vq_turboquant.parts import rotation_for
 from vq_turboquant.scale import filled, root, unit_vectors
 
 
@@ -66,7 +66,9 @@ class Settings:
         "gaussian", accepted=("gaussian", "orthogonal"), help="published, or 2.75 times less noise at no bytes"
     )
     rotation: str = setting(
-        "auto", accepted=ROTATIONS, help="two sign-Hadamard rounds, a dense matrix, or the first where the size has one"
+        "auto",
+        accepted=("auto", "hadamard", "haar"),
+        help="two sign-Hadamard rounds, a dense matrix, or the first where the size has one",
     )
 
 
@@ -105,7 +107,7 @@ class State:
     bits: int
     dim: int
     dtype: str
-    rotation: SignHadamard | Haar | None
+    rotation: SignHadamard | DenseRotation | None
     sketch: Projection
     factor: float
     basis: mx.array
@@ -157,7 +159,7 @@ def vq_method() -> MethodFacts:
         sides=("keys",),
         paper="arXiv 2504.19874",
         capabilities=Capabilities(scale_equivariant=True, gaussian_error=_error),
-        verified=("bits=1", "bits=2", "bits=3", "bits=4"),
+        verified=("bits=4", "bits=3", "bits=2", "bits=1"),
     )
 
 

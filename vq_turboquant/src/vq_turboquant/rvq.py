@@ -56,8 +56,9 @@ from vq_core.codec.codebook import (
     residual_centroids,
 )
 from vq_core.codec.hadamard import SignHadamard, normaliser
+from vq_core.codec.projection import DenseRotation
 from vq_core.kernels import KernelOffer, Snippet
-from vq_turboquant.basis import ROTATIONS, Haar, rotation_for
+from vq_turboquant.parts import rotation_for
 from vq_turboquant.scale import filled, root, unit_vectors
 
 BITS = ("1+1", "2+2", "3+3", "4+4")
@@ -75,7 +76,9 @@ class Settings:
         help="stage 2's table, at no bytes: published, or best for the residual",
     )
     rotation: str = setting(
-        "auto", accepted=ROTATIONS, help="two sign-Hadamard rounds, a dense matrix, or the first where the size has one"
+        "auto",
+        accepted=("auto", "hadamard", "haar"),
+        help="two sign-Hadamard rounds, a dense matrix, or the first where the size has one",
     )
 
 
@@ -106,7 +109,7 @@ class State:
     bits: int
     dim: int
     dtype: str
-    rotation: SignHadamard | Haar
+    rotation: SignHadamard | DenseRotation
     matrix: mx.array
     edges: tuple[tuple[float, ...], tuple[float, ...]]
     levels: tuple[mx.array, mx.array]

@@ -123,7 +123,7 @@ def arrays(state: prod.State, undo: bool = False) -> tuple[mx.array, ...]:
     if not undo:
         sketch = (mx.contiguous(sketch[0].T), mx.contiguous(sketch[1].T))
     turning = vectors.rotation_arrays(state.rotation, undo) if state.rotation is not None else ()
-    table = vectors.table(state.edges, state.levels.tolist(), (state.factor, state.sketch.scale), ())
+    table = vectors.table(state.edges, state.levels, (state.factor, state.sketch.scale), ())
     return (*turning, *sketch, table)
 
 
@@ -132,16 +132,16 @@ def _state(constants: Sequence[mx.array], dim: int, bits: int, dtype: str, undo:
     held = tables.reshape(4, 16)
     if not undo:
         high, low = high.T, low.T
-    scale = float(held[2, 1].item())
+    factor, scale = vectors.floats(held[2, :2])
     return prod.State(
         bits=bits,
         dim=dim,
         dtype=dtype,
         rotation=vectors.rotation_of(turning) if turning else None,
         sketch=Projection(high, high, low, scale),
-        factor=float(held[2, 0].item()),
+        factor=factor,
         basis=high,
-        edges=tuple(held[0, : 2**bits - 1].tolist()),
+        edges=vectors.floats(held[0, : 2**bits - 1]),
         levels=held[1, : 2**bits],
     )
 

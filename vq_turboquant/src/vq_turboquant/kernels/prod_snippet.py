@@ -43,10 +43,17 @@ return vq_float2(c < W ? s : s * float(gap[t]), 0.0f);
 def snippet(state: State) -> Snippet:
     """Eight centroids or eight signs of two tokens."""
     codes, integers = state.codes, {"N": 2, "W": state.codes, "S": state.signs // 32}
-    common = {"tokens": 2, "channels": 8, "per": "token", "width": codes + state.signs, "prepare": state.prepare_query}
-    if not state.bits:
-        affine = "return vq_float2(float(scale[t]), 0.0f);"
-        return Snippet("turboquant_prod_signs", numbers=SIGNS, affine=affine, integers=integers, **common)
-    integers |= {"B": state.bits, "V": codes * state.bits // 32}
-    constants = {"levels": mx.pad(state.levels, (0, 8 - state.levels.size))}
-    return Snippet("turboquant_prod", numbers=NUMBERS, affine=AFFINE, integers=integers, constants=constants, **common)
+    if state.bits:
+        integers |= {"B": state.bits, "V": codes * state.bits // 32}
+    return Snippet(
+        name="turboquant_prod" if state.bits else "turboquant_prod_signs",
+        tokens=2,
+        channels=8,
+        numbers=NUMBERS if state.bits else SIGNS,
+        affine=AFFINE if state.bits else "return vq_float2(float(scale[t]), 0.0f);",
+        per="token",
+        constants={"levels": mx.pad(state.levels, (0, 8 - state.levels.size))} if state.bits else {},
+        integers=integers,
+        width=codes + state.signs,
+        prepare=state.prepare_query,
+    )

@@ -73,8 +73,8 @@ for (uint i = lane; n < rows && i < D; i += 32u) x[row * D + i] = vq_mul(all[own
 
 def arrays(state: rvq.State, undo: bool = False) -> tuple[mx.array, ...]:
     """What the kernels read besides the tokens: the rotation, and the tables."""
-    parts = (state.edges[0], state.levels[0].tolist(), state.edges[1], state.levels[1].tolist())
-    return (*vectors.rotation_arrays(state.rotation, undo), vectors.table(*parts))
+    tables = vectors.table(state.edges[0], state.levels[0], state.edges[1], state.levels[1])
+    return (*vectors.rotation_arrays(state.rotation, undo), tables)
 
 
 def _state(constants: Sequence[mx.array], dim: int, bits: int, W: int, dtype: str) -> rvq.State:
@@ -86,7 +86,7 @@ def _state(constants: Sequence[mx.array], dim: int, bits: int, W: int, dtype: st
         dtype,
         vectors.rotation_of(turning),
         mx.zeros((W, 0)),
-        (tuple(held[0, :-1].tolist()), tuple(held[2, :-1].tolist())),
+        (vectors.floats(held[0, :-1]), vectors.floats(held[2, :-1])),
         (held[1], held[3]),
     )
 

@@ -1,7 +1,7 @@
 """Text that kernels of turboquant_rvq and turboquant_prod share: one SIMD group takes one vector.
 
 A vector lies in threadgroup memory, ``all[own]`` on; the lanes take its numbers in turns, ``lane``, ``lane + 32`` ...
-Every result is that of :mod:`vq_turboquant.scale` and :mod:`vq_turboquant.basis`, bit for bit.
+Every result is that of :mod:`vq_turboquant.scale`, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any
 import mlx.core as mx
 
 from vq_core.codec.hadamard import SignHadamard, hadamard_sizes
-from vq_core.codec.projection import MOST, Projection
+from vq_core.codec.projection import MOST, DenseRotation, Projection
 from vq_core.errors import UnsupportedShapeError
 from vq_core.kernels import Call
 from vq_core.kernels.standard.hadamard import ROTATE
 from vq_core.kernels.standard.projection import PROJECT
-from vq_turboquant.basis import Haar
 
 GROUPS = 4
 """SIMD groups, and so vectors, of a threadgroup."""
@@ -205,7 +204,7 @@ def rotation_inputs(kind: str) -> dict[str, str]:
     return {"signs": "float32"} if kind == "hadamard" else {"turning": "float32", "turning_low": "float32"}
 
 
-def rotation_arrays(rotation: SignHadamard | Haar, undo: bool = False) -> tuple[mx.array, ...]:
+def rotation_arrays(rotation: SignHadamard | DenseRotation, undo: bool = False) -> tuple[mx.array, ...]:
     """The arrays for these."""
     if isinstance(rotation, SignHadamard):
         return (rotation.signs,)
@@ -213,12 +212,12 @@ def rotation_arrays(rotation: SignHadamard | Haar, undo: bool = False) -> tuple[
     return (mx.contiguous(matrix.first.T), mx.contiguous(matrix.second.T))
 
 
-def rotation_of(given: Sequence[mx.array]) -> SignHadamard | Haar:
+def rotation_of(given: Sequence[mx.array]) -> SignHadamard | DenseRotation:
     """The rotation that these arrays are, for one direction."""
     if len(given) == 1:
         return SignHadamard(given[0], given[0])
     one = Projection(given[0], given[0].T, given[1].T, 1.0)
-    return Haar(one, one)
+    return DenseRotation(one, one)
 
 
 def declines(state: Any) -> str:
@@ -226,14 +225,21 @@ def declines(state: Any) -> str:
     return "" if state.dim <= MOST else f"head size {state.dim} is above {MOST}"
 
 
-def kind_of(rotation: SignHadamard | Haar) -> str:
+def kind_of(rotation: SignHadamard | DenseRotation) -> str:
     """Which texts and inputs it takes."""
-    return "haar" if isinstance(rotation, Haar) else "hadamard"
+    return "haar" if isinstance(rotation, DenseRotation) else "hadamard"
 
 
-def table(*parts: Sequence[float]) -> mx.array:
+def table(*parts: tuple[float, ...] | mx.array) -> mx.array:
     """Boundaries and centroids, each filled up to 16 places."""
-    return mx.array([value for part in parts for value in (*part, *[0.0] * (16 - len(part)))])
+    filled = [mx.array(part, mx.float32).reshape(-1) for part in parts]
+    return mx.concatenate([mx.pad(part, (0, 16 - part.size)) for part in filled])
+
+
+def floats(x: mx.array) -> tuple[float, ...]:
+    """A row's numbers."""
+    found: Any = x.tolist()
+    return tuple(found)
 
 
 def threads(call: Call) -> tuple[int, int, int]:
