@@ -19,7 +19,7 @@ from vq_core.testing.kit import round_trip
 from vq_turboquant import prod
 
 GOLDEN = Path(__file__).parent / "golden_prod"
-DRAWS, PAIRS, DIM = 10, 2000, 128
+DRAWS, PAIRS, DIM = 6, 2000, 128
 
 
 def bound(text: str, dim: int, dtype: str = "float16", seed: int = 0) -> Any:
@@ -27,8 +27,8 @@ def bound(text: str, dim: int, dtype: str = "float16", seed: int = 0) -> Any:
     return bind(f"turboquant_prod:{text}", ctx, kernels="off")
 
 
-# methods.md, section 3: unit queries and keys, independent. There 40 draws of P and S, here seeds 0 to 9, each with
-# 2,000 pairs of numpy's generator (seed, 7); the mean over so many pairs is off by 1% or so.
+# methods.md, section 3: unit queries and keys, independent. There 40 draws of P and S, here seeds 0 to 5, each with
+# 2,000 pairs of numpy's generator (seed, 7); the mean over so many pairs is off by 1.5% or so.
 @pytest.mark.parametrize(
     ("sketch", "bits", "figure"),
     [("gaussian", 1, 1.545), ("gaussian", 2, 0.559), ("gaussian", 3, 0.180), ("gaussian", 4, 0.0527),
