@@ -33,7 +33,8 @@ vector; with ``raw`` codes come from the scale as stored.  A codebook value on t
 head size whose codes fill no whole 32-bit words stores up to the next that does (80 at 3 bits: 96 codes).
 
 What numbers do: norms are taken in float32. A scale that float16 cannot hold is its largest number; above a norm of
-1e19 (float32 and bfloat16 models) the squares overflow, and that vector reads as NaN, as one with NaN or Inf does.
+1e19 (float32 and bfloat16 models) the squares overflow, and that vector reads as no numbers, as one that holds NaN
+or infinities does.
 A vector whose scale is too small to be stored reads as zero.
 """
 
