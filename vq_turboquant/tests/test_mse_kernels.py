@@ -45,7 +45,7 @@ def test_parity(contract: str, kernel: Kernel) -> None:
     for seed, limit in ((0, None), (1, 24)) if contract == "off" else ((1, None), (0, 24)):
         verdict = verify("turboquant_mse", kernel, "simulator", Simulated(seed, contract), limit)
         assert verdict.passed and verdict.identical and verdict.max_difference == 0, verdict
-        assert verdict.configurations >= (limit or 144)
+        assert verdict.configurations >= (limit or 90)
 
 
 @by_name

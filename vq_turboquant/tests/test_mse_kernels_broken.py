@@ -83,7 +83,7 @@ def few(kernel: Kernel) -> tuple[Case, ...]:
         one = kernel in UNPACKERS or (name_of(x), metadata) in (("float32", "float32"), ("float16", "float16"))
         if one and (case.inputs[-1].shape[-1] <= 128 or case.name.startswith("ties")):
             found.append(case)
-    return tuple(found[::3] if kernel in UNPACKERS else found)
+    return tuple(found[::2] if kernel in UNPACKERS else found)
 
 
 def narrowed(kernel: Kernel) -> Kernel:

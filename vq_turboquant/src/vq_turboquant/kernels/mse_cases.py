@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import attrs
@@ -57,8 +58,8 @@ def _part(bits: int, dim: int, dense: bool) -> Part:
 
 
 def unpacking_cases(dense: bool) -> Iterator[Case]:
-    """The same, packed."""
-    for case in packing_cases(dense):
+    """Three fifths of the same, packed: the kind of scale makes no difference to reading."""
+    for case in islice(packing_cases(dense), 90):
         x, channels, table, turning = case.inputs
         codes, scale = packed(dense, x, channels, table, turning, **case.parameters)
         given = {"rows": case.parameters["rows"], "bits": case.parameters["bits"], "d": int(channels.size)}
