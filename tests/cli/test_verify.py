@@ -19,13 +19,6 @@ from ..host_mlx_lm.conftest import IDENTITY
 KERNELS = {
     "core": ["attend_merge", "attend_merge_apart", "pack_bits", "sign_hadamard", "unpack_bits"],
     "example": ["attend_example_2_4_8_example_1_4_8_64_64_h_u32hfu32hf"],
-    "turboquant_mse": [
-        *(
-            f"attend_turboquant_mse_2_{b}_{2 * b}_turboquant_mse_1_{b}_{2 * b}_64_64_h_u32h{f}u32h{f}"
-            for b, f in ((1, ""), (2, ""), (3, "f"), (4, "f"))
-        ),
-        *(f"turboquant_mse_{what}_{how}" for what in ("pack", "unpack") for how in ("haar", "hadamard")),
-    ],
     "kivi": [
         *(f"attend_kivi_keys_{b}_32_kivi_values_{b}_32_64_64_h_u32hhu32hh" for b in (2, 3, 4, 8)),
         *(f"attend_matrix_kivi{b}_k64_kivi{b}_v64_float16" for b in (2, 4, 8)),
