@@ -1,0 +1,3 @@
+"""QJL's kernels."""
+
+OFFERS = ()
