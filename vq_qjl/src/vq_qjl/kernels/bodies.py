@@ -82,13 +82,13 @@ for (uint c0 = 0u; c0 < {count}; c0 += 32u) {{
 """
 
 
-def _ballots(tokens: int, valid: str) -> str:
+def _ballots(tokens: int) -> str:
     """Text that turns the lanes' sums into words: ``kept`` is the word of the token of the lane's number."""
     return f"""
 uint kept = 0u;
 VQ_UNROLL
 for (uint t = 0u; t < {tokens}u; ++t) {{
-  const bool up = {valid} && high[t] * {LOW}f + low[t] > 0.0f;  // false for NaN
+  const bool up = high[t] * {LOW}f + low[t] > 0.0f;  // false for NaN
   const uint found = simd_ballot(up);
   kept = lane == t ? found : kept;
 }}
@@ -98,7 +98,7 @@ for (uint t = 0u; t < {tokens}u; ++t) {{
 STORE = """
   if (sizeof(U) == 4) {
     signs[row * words + word] = U(kept);
-  } else {  // a sketch that fills no whole words is stored in bytes
+  } else {  // a sketch that fills no whole words is stored in bytes; what lanes beyond it say is not
     for (uint k = word * 4u; k < min(word * 4u + 4u, m / 8u); ++k) {
       signs[row * (m / 8u) + k] = U(kept >> (k % 4u * 8u) & 255u);
     }
@@ -136,7 +136,7 @@ for (uint t = 0u; t < {TOKENS}u; ++t) {{
     + _project(
         TOKENS, "D", "float(x[min(first + token, rows - 1u) * D + i])", "norms", "columns", "m", "word < words", "own"
     )
-    + _ballots(TOKENS, "word * 32u + lane < m")
+    + _ballots(TOKENS)
     + f"""
 if (lane < {TOKENS}u && first + lane < rows && word < words) {{
   const uint row = first + lane;
@@ -197,14 +197,14 @@ for (uint k = member; k < {GROUP}u; k += 4u) {{
   const uint row = first + k;
 """
     + _square("square", "D", CHANNELS, "chosen[i] == 1u ? 0.0f : float(x[row * D + i])")
-    + _square("own_square", "O", CHANNELS, "float(x[row * D + listed[i]])")
+    + _square("apart_square", "O", CHANNELS, "float(x[row * D + listed[i]])")
     + f"""
   if (lane == 0u) {{
     norms[k] = {_divisor("square")};
-    own_norms[k] = {_divisor("own_square")};
+    own_norms[k] = {_divisor("apart_square")};
     if (writes) {{
       weight[row] = M({_weight("square", "D")});
-      outlier_weight[row] = M({_weight("own_square", "O")});
+      outlier_weight[row] = M({_weight("apart_square", "O")});
     }}
   }}
 }}
@@ -224,7 +224,7 @@ for (uint t = 0u; t < {GROUP}u; ++t) {{
         GROUP, "O", "float(x[(first + token) * D + listed[i]])",
         "own_norms", "own_columns", "width", "word >= words", "apart",
     )  # fmt: skip
-    + _ballots(GROUP, "(word >= words || word * 32u + lane < m)")
+    + _ballots(GROUP)
     + f"""
 const uint row = first + lane;
 if (word < words) {{

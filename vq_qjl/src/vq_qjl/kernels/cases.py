@@ -41,7 +41,7 @@ def sketch_of(width: int, dim: int, projection: str) -> Sketch:
 def encoding_cases() -> Iterator[Case]:
     """120 cases, one of the largest head size and some tiny ones."""
     rng = np.random.default_rng(5)
-    shapes = [(1 + i // 2 % 2, 1 + i % 3, TOKENS[i % 4], DIMS[i // 3 % 6]) for i in range(120)]
+    shapes = [(1 + i // 2 % 2, 1 + i % 3, TOKENS[i // 5 % 4], DIMS[i // 3 % 6]) for i in range(120)]
     for i, shape in enumerate([*shapes, (1, 1, 3, 512), (1, 1, 1, 1), (1, 1, 2, 3)]):
         family, dtype, projection = FAMILIES[i % 8], DTYPES[i % 3], PROJECTIONS[i // 5 % 2]
         width = WIDTHS[i % 5] or -(-shape[3] // 8) * 8
@@ -55,9 +55,9 @@ def encoding_outlier_cases() -> Iterator[Case]:
     rng = np.random.default_rng(6)
     for i in range(98):
         family, dtype, projection = FAMILIES[i % 8], DTYPES[i % 3], PROJECTIONS[i // 5 % 2]
-        D, count = DIMS[i // 3 % 6], OUTLIERS[i // 2 % 4]
+        D, count = DIMS[i // 3 % 6], OUTLIERS[i // 7 % 4]
         count = D if i > 95 else count
-        B, H, n = (1, 1 + i % 2, GROUP * (1 + i // 2 % 2)) if D < 200 else (1, 1, GROUP)
+        B, H, n = (1, 1 + i % 2, GROUP * (1 + i // 11 % 2)) if D < 200 else (1, 1, GROUP)
         width = WIDTHS[i % 5] or -(-D // 8) * 8
         x, sketch = numbers(rng, (B, H, n, D), family, dtype), sketch_of(width, D, projection)
         apart = sketch_of(32 * (1 + i % 3), count, projection)
