@@ -1,8 +1,11 @@
-"""QJL on the conformance kit: one and two bits with each kind of partner, and outlier channels."""
+"""QJL on the conformance kit: values of KIVI beside it, values kept as they are, and outlier channels."""
 
 from __future__ import annotations
 
+import pytest
+
 from vq_core.testing import MethodConformance
+from vq_core.testing.attention import MASKS
 
 
 class TestQjl(MethodConformance):
@@ -11,10 +14,21 @@ class TestQjl(MethodConformance):
     ladder = ("qjl:bits=1", "qjl", "qjl:bits=4")
     values = "kivi:bits=2"
     head_dims = (16, 64, 80, 96, 100, 128, 192, 256)
-    fused_shapes = ((64, "float16"), (80, "bfloat16"))
+    kernel_cases = 4  # test_kernels.py runs all of them
+    fused_shapes = ((64, "float16"), (80, "bfloat16"), (128, "float32"))
 
 
 class TestOutliers(MethodConformance):
-    method = "qjl:outliers=8"
-    head_dim = 128
+    method = "qjl:outliers=8,outlier_sketch=64"
     head_dims = (64, 80, 96, 128, 256)
+    kernel_cases = 0
+
+    # The kernels of a distribution are one set: the class above compares them, and all of test_kernels.py.
+    test_kernels_equal_their_references = None  # type: ignore[assignment]
+
+    @pytest.mark.parametrize("mask", MASKS)
+    def test_attention(self, mask: str) -> None:  # type: ignore[override]
+        """With one grouping of heads only: the scores are the same sums for each."""
+        cache = self.attention_cache(3)
+        for length in (1, 40):
+            self.check(cache, 6, length, mask, sinks=length == 1)

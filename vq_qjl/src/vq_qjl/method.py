@@ -11,8 +11,8 @@ with b = 1 for Gaussian rows. Rows of Haar orthogonal matrices (``projection=ort
 variance) are uniform on a sphere, b = sqrt(d / 2) Gamma(d / 2) / Gamma((d + 1) / 2); the constant is divided by it.
 
 **Exact sums.** S is rounded to whole numbers of 2**-11 of its longest row. S is random, and what multiplies queries is
-the rounded matrix too, so nothing is lost but one part in 10**5 of its rows' uniformity. Sums of products with it fit
-float32's 24 bits (:mod:`vq_core.codec.projection`): a sign does not depend on the order in which anybody adds.
+the rounded matrix too: what is lost is that 2 parts in 10**5 of its entries' variance are uniform. Sums of products
+fit float32's 24 bits (:mod:`vq_core.codec.projection`): a sign does not depend on the order in which anybody adds.
 
 **Outlier channels** (``outliers=8`` is published): in each group of 32 tokens the channels with the largest norms are
 sketched apart, by a matrix of their own, with a norm of their own.  With q = q_in + q_out the estimate is
@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -159,7 +160,8 @@ class Sketch:
         if dim > MOST:
             raise UnsupportedShapeError(f"a sketch of vectors of {dim} numbers: at most {MOST} are accepted")
         drawn = (gaussian_matrix if projection == "gaussian" else orthogonal_sketch)(width, dim, seed)
-        longest = float(drawn.square().sum(axis=-1).max().item()) ** 0.5 * (1 - 2.0**-10)
+        norm: Any = mx.sqrt(fold_sum(drawn.square())).max().item()
+        longest = norm * (1 - 2.0**-10)  # an orthogonal row may be just above its norm
         scale = 2.0 ** math.ceil(math.log2(longest))
         rows = mx.round(drawn * (HIGH / scale))
         unit = math.sqrt(math.pi / 2) / width * unbiased(dim, projection) * math.sqrt(dim) * (scale / HIGH)
@@ -227,6 +229,10 @@ class Qjl:
         """D."""
         return int(self.sketch.rows.shape[1])
 
+    def channels(self, tile: Tile) -> mx.array:
+        """Outlier channels of each group as indexes; what a page holds beyond its tokens may be any byte."""
+        return mx.minimum(tile["channels"].astype(mx.uint32), self.dim - 1)
+
     def prepare_query(self, queries: mx.array) -> dict[str, mx.array]:
         """S q, and for outliers q itself."""
         sketched = {"sketched": self.sketch.query(queries)}
@@ -238,7 +244,7 @@ class Qjl:
         found = (queries["sketched"] @ signs.swapaxes(-1, -2)) * tile["weight"].swapaxes(-1, -2)
         if self.apart is None:
             return found
-        ids, heads = tile["channels"].astype(mx.uint32), signs.shape[:2]
+        ids, heads = self.channels(tile), signs.shape[:2]
         # What <S q, h> says of the outlier channels, taken back: <S[:, out] q_out, h> = <q_out, S[:, out]^T h>.
         of_group = signs.reshape(*heads, -1, GROUP, self.sketch.width)
         told = of_group @ mx.take(self.sketch.columns, ids, axis=0).swapaxes(-1, -2)
@@ -342,7 +348,7 @@ def vq_decode(state: Qjl, packed: Tile) -> mx.array:
     if state.apart is None:
         return found
     own = state.apart.decode(unpack_signs(packed["outlier_signs"], state.apart.width), packed["outlier_weight"])
-    return mx.put_along_axis(found, _of_tokens(packed["channels"]), own, axis=-1)
+    return mx.put_along_axis(found, _of_tokens(state.channels(packed)), own, axis=-1)
 
 
 @hookimpl

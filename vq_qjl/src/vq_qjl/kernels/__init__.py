@@ -1,7 +1,7 @@
 """QJL's kernels: norm, projection, signs and bits in one pass, with the choice of outlier channels, and back.
 
-Each equals the plain functions of :mod:`vq_qjl.method`, bit for bit.  Head size, widths and lengths are run-time numbers;
-dtypes are compiled in.
+Each equals the plain functions of :mod:`vq_qjl.method`, bit for bit.  Head size, widths and lengths are run-time
+numbers; dtypes are compiled in.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ KERNELS = (ENCODE, ENCODE_OUTLIERS, DECODE, DECODE_OUTLIERS)
 
 def encode(state: Qjl, x: mx.array, backend: Backend, **rest: object) -> dict[str, mx.array]:
     """What ``vq_encode`` and ``vq_pack`` do, in one launch."""
-    given = {"M": metadata_dtype(name_of(x)), "U": signs_dtype(state.sketch.width), "backend": backend}
+    given: dict[str, Any] = {"M": metadata_dtype(name_of(x)), "U": signs_dtype(state.sketch.width), "backend": backend}
     if state.apart is None:
         return dict(zip(ENCODE.outputs, ENCODE(x, state.sketch.columns, **given), strict=True))
     found = ENCODE_OUTLIERS(x, state.sketch.columns, state.apart.columns, **given)

@@ -217,13 +217,25 @@ for (uint t = 0u; t < {GROUP}u; ++t) {{
 }}
 """
     + _project(
-        GROUP, "D", "chosen[i] == 1u ? 0.0f : float(x[(first + token) * D + i])",
-        "norms", "columns", "m", "word < words", "own",
-    )  # fmt: skip
+        GROUP,
+        "D",
+        "chosen[i] == 1u ? 0.0f : float(x[(first + token) * D + i])",
+        "norms",
+        "columns",
+        "m",
+        "word < words",
+        "own",
+    )
     + _project(
-        GROUP, "O", "float(x[(first + token) * D + listed[i]])",
-        "own_norms", "own_columns", "width", "word >= words", "apart",
-    )  # fmt: skip
+        GROUP,
+        "O",
+        "float(x[(first + token) * D + listed[i]])",
+        "own_norms",
+        "own_columns",
+        "width",
+        "word >= words",
+        "apart",
+    )
     + _ballots(GROUP)
     + f"""
 const uint row = first + lane;
@@ -308,9 +320,12 @@ for (uint k = 0u; k < O; ++k) place = uint(channels[group * O + k]) == channel ?
 if (place < O) {{
 """
     + _sum(
-        TOKENS, "own_words", "      word[t] = outlier_signs[row * own_words + w];", "width",
+        TOKENS,
+        "own_words",
+        "      word[t] = outlier_signs[row * own_words + w];",
+        "width",
         "own_sketch[(w * 32u + b) * O + place]",
-    )  # fmt: skip
+    )
     + f"""
   VQ_UNROLL
   for (uint t = 0u; t < {TOKENS}u; ++t) {{

@@ -16,7 +16,6 @@ from vq_qjl.kernels.reference import (
     encoded,
     encoded_apart,
     metadata_dtype,
-    name_of,
     signs_dtype,
 )
 from vq_qjl.method import GROUP, Sketch
@@ -109,5 +108,3 @@ def numbers(rng: np.random.Generator, shape: tuple[int, ...], family: str, dtype
     if family == "nan":
         x = np.where(rng.random(shape) < 0.005, rng.choice([np.nan, np.inf, -np.inf], shape), x)
     return mx.array(x.astype(np.float32)).astype(getattr(mx, dtype))
-
-
