@@ -44,7 +44,7 @@ BREAKS = [
     Break("the second part left out", ENCODERS, "high[t] * 512.0f + low[t] >", "high[t] >"),
     Break("parts that weigh the same", ENCODERS, "high[t] * 512.0f", "high[t]"),
     Break("the column of another sign", ENCODERS, "* m + own]", "* m + (own ^ 1u)]"),
-    Break("the number of another channel", ENCODERS, "min(c0 + j, D - 1u) * m", "min(c0 + (j ^ 1u), D - 1u) * m"),
+    Break("the number of another channel", ENCODERS, "min(c0 + j, D - 1u) * m", "min(c0 + j + 1u, D - 1u) * m"),
     Break("numbers beyond the head size", ENCODERS, "parts[2u * k] = c < D ? two.x : 0.0f", "parts[2u * k] = two.x"),
     Break("squares fused into sums", ENCODERS, "v[k] = vq_mul(one, one);", "v[k] = one * one + 1e-30f;", "fast"),
     Break("squares added up in another order", ENCODERS, "o = 16u; o > 0u; o >>= 1", "o = 1u; o < 32u; o <<= 1"),

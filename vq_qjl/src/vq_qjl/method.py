@@ -76,13 +76,21 @@ class QjlSettings:
 
     bits: int = setting(2, accepted=(1, 2, 3, 4), help="signs a number: a sketch of bits * D, in whole bytes, a key")
     sketch: int = setting(
-        0, minimum=0, maximum=4096, help="signs a key, a multiple of 8, in the place of bits * D; 0: bits * D"
+        0,
+        minimum=0,
+        maximum=4096,
+        help="signs a key, a multiple of 8, in the place of bits * D; 0: bits * D. Costs sketch / D bits a number",
     )
     projection: str = setting(
-        "orthogonal", accepted=("orthogonal", "gaussian"), help="rows of S; gaussian has 2.75 times the variance"
+        "orthogonal",
+        accepted=("orthogonal", "gaussian"),
+        help="rows of S; the published gaussian costs the same and has 2.75 times the variance",
     )
     outliers: int = setting(
-        0, minimum=0, maximum=CHANNELS, help="channels a group of 32 tokens that are sketched apart; 8 is published"
+        0,
+        minimum=0,
+        maximum=CHANNELS,
+        help="channels a group of 32 tokens that are sketched apart, at (outlier_sketch + 16 + outliers / 4) / D bits a number",
     )
     outlier_sketch: int = setting(
         0, minimum=0, maximum=4096, help="signs a key for them, a multiple of 32; 0: 32 an outlier channel"

@@ -88,13 +88,14 @@ parts[2u * k + 1u] = c < D ? two.y : 0.0f;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (word < words) {
-for (uint j = 0u; j < 32u; ++j) {
+for (uint j = 0u; j < 32u; j += 2u) {
 const float s = columns[min(c0 + j, D - 1u) * m + own];
+const float next = columns[min(c0 + j + 1u, D - 1u) * m + own];
 VQ_UNROLL
 for (uint t = 0u; t < 8u; ++t) {
-const float2 two = vq_view<float2>(parts)[t * 32u + j];
-high[t] += two.x * s;
-low[t] += two.y * s;
+const float4 four = vq_view<float4>(parts)[t * 16u + j / 2u];
+high[t] += four.x * s + four.z * next;
+low[t] += four.y * s + four.w * next;
 }
 }
 }

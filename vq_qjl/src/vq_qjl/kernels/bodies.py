@@ -68,13 +68,14 @@ for (uint c0 = 0u; c0 < {count}; c0 += 32u) {{
   }}
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if ({active}) {{
-    for (uint j = 0u; j < 32u; ++j) {{
+    for (uint j = 0u; j < 32u; j += 2u) {{  // two channels at a time: reading parts is what takes longest
       const float s = {columns}[min(c0 + j, {count} - 1u) * {width} + {own}];
+      const float next = {columns}[min(c0 + j + 1u, {count} - 1u) * {width} + {own}];
       VQ_UNROLL
       for (uint t = 0u; t < {tokens}u; ++t) {{
-        const float2 two = vq_view<float2>(parts)[t * 32u + j];
-        high[t] += two.x * s;
-        low[t] += two.y * s;
+        const float4 four = vq_view<float4>(parts)[t * 16u + j / 2u];
+        high[t] += four.x * s + four.z * next;
+        low[t] += four.y * s + four.w * next;
       }}
     }}
   }}
