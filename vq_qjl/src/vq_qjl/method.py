@@ -90,7 +90,7 @@ class QjlSettings:
         0,
         minimum=0,
         maximum=CHANNELS,
-        help="channels a group of 32 tokens that are sketched apart, at (outlier_sketch + 16 + outliers / 4) / D bits a number",
+        help="channels a group of 32 tokens that are sketched apart: + (outlier_sketch + 16 + outliers / 4) / D bits",
     )
     outlier_sketch: int = setting(
         0, minimum=0, maximum=4096, help="signs a key for them, a multiple of 32; 0: 32 an outlier channel"
