@@ -92,7 +92,7 @@ def test_dot_products_with_the_unbiased_scale() -> None:
     for bits, want in enumerate((0.568, 0.130, 0.0346, 0.0093), 1):
         errors, slopes = [], []
         for seed in range(4):
-            x, y = units(128, 700, seed), units(128, 700, seed + 100)
+            x, y = units(128, 600, seed), units(128, 500, seed + 100)
             got = decoded(bound(f"bits={bits},scale=unbiased,rotation=haar", seed=seed), x)
             true, found = y @ x.T, y @ got.T
             errors.append(128 * np.square(found - true).mean())

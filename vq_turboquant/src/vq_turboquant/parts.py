@@ -72,7 +72,12 @@ def groups_of(bits: float, dim: int, seed: Sequence[int]) -> list[tuple[int, mx.
     return [(whole + 1, mx.array(np.sort(drawn[:more]))), (whole, mx.array(np.sort(drawn[more:])))]
 
 
-def _rotation(kind: str, dim: int, seed: Sequence[int]) -> SignHadamard | DenseRotation:
+def rotation_for(kind: str, dim: int, seed: Sequence[int]) -> SignHadamard | DenseRotation:
+    """``hadamard``: two sign-Hadamard rounds; ``haar``: a dense matrix; ``auto``: the first where the size has one.
+
+    Raises:
+        UnsupportedShapeError: ``hadamard`` for a size without one, or a dense matrix above 512.
+    """
     if kind != "haar":
         try:
             hadamard_sizes(dim)
@@ -100,6 +105,6 @@ def part_of(bits: int, channels: mx.array, kind: str, seed: Sequence[int]) -> Pa
     table = np.zeros(32, np.float32)
     table[: units.size], table[16 : 16 + edges.size], table[31] = units, edges, 2 * root
     return Part(
-        channels, bits, -(-dim // step) * step, _rotation(kind, dim, seed),
+        channels, bits, -(-dim // step) * step, rotation_for(kind, dim, seed),
         mx.array(units), tuple(map(float, edges)), float(2 * root), mx.array(table),
     )  # fmt: skip
