@@ -27,7 +27,7 @@ from vq_turboquant.kernels.mse import KERNELS, PACK, UNPACK
 from vq_turboquant.kernels.mse_cases import FAMILIES, packing_cases
 from vq_turboquant.kernels.mse_reference import packed, part_from
 
-GOLDEN = Path(__file__).parent / "golden" / "turboquant_mse"
+GOLDEN = Path(__file__).parent / "golden_mse"
 by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name.removeprefix("turboquant_mse_"))
 by_rotation = pytest.mark.parametrize("dense", [False, True], ids=["hadamard", "haar"])
 
