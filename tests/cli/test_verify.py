@@ -17,7 +17,7 @@ from ..conformance.test_broken_kernels import BODY, kernel, tripled
 from ..host_mlx_lm.conftest import IDENTITY
 
 KERNELS = {
-    "core": ["attend_merge", "attend_merge_apart", "pack_bits", "unpack_bits"],
+    "core": ["attend_merge", "attend_merge_apart", "pack_bits", "sign_hadamard", "unpack_bits"],
     "example": ["attend_example_2_4_8_example_1_4_8_64_64_h_u32hfu32hf"],
     "kivi": [
         *(f"attend_kivi_keys_{b}_32_kivi_values_{b}_32_64_64_h_u32hhu32hh" for b in (2, 3, 4, 8)),

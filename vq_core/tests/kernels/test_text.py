@@ -15,11 +15,13 @@ from vq_core.kernels import text as text_module
 from vq_core.kernels.golden import differences, golden_text, signature, write
 from vq_core.kernels.growth import grows
 from vq_core.kernels.skeleton.kernels import KERNELS as MERGES
-from vq_core.kernels.standard.bits import KERNELS
+from vq_core.kernels.standard import bits as bit_kernels
+from vq_core.kernels.standard import hadamard
 from vq_core.kernels.text import metal_text
 
 from .toys import BODY, DTYPES, times
 
+KERNELS = (*bit_kernels.KERNELS, *hadamard.KERNELS)
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -76,3 +76,20 @@ def orthogonal_sketch(rows: int, dim: int, seed: int | Sequence[int] = 0) -> mx.
     stacked = [random_orthogonal(dim, (*parts, i)) for i in range(-(-rows // dim))]
     sketch: mx.array = mx.concatenate(stacked)[:rows] * dim**0.5
     return sketch
+
+
+def gaussian_matrix(rows: int, dim: int, seed: int | Sequence[int] = 0) -> mx.array:
+    """Independent N(0, 1) numbers, the published sketch.
+
+    Args:
+        rows: m.
+        dim: D.
+        seed: Seed, or several numbers that together are one.
+
+    Returns:
+        (m, D) float32.
+    """
+    import numpy as np
+
+    parts = (seed,) if isinstance(seed, int) else tuple(seed)
+    return mx.array(np.random.default_rng(parts).standard_normal((rows, dim)).astype(np.float32))

@@ -107,6 +107,9 @@ def _of(record: MethodRecord, one_pass: bool) -> tuple[list[Offered], list[str]]
 def _core() -> list[Offered]:
     import vq_core
     from vq_core.kernels.skeleton.kernels import KERNELS
-    from vq_core.kernels.standard import bits
+    from vq_core.kernels.standard import bits, hadamard
 
-    return [Offered(CORE, f"vq-core {vq_core.__version__}", kernel) for kernel in (*bits.KERNELS, *KERNELS)]
+    return [
+        Offered(CORE, f"vq-core {vq_core.__version__}", kernel)
+        for kernel in (*bits.KERNELS, *hadamard.KERNELS, *KERNELS)
+    ]
