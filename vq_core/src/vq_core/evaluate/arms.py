@@ -175,16 +175,14 @@ def _single(one: Candidate, partner: str) -> Pair:
 
 
 def _mixed(among: Sequence[Candidate]) -> list[Pair]:
-    """Methods as they were asked for, the others at their defaults where they need no calibration."""
+    """Methods as they were asked for, the others at their defaults."""
     first: dict[str, Candidate] = {}
     for one in sorted(among, key=lambda one: not one.asked):
-        facts = resolve(parse_choice(one.text).label).facts
+        label = parse_choice(one.text).label
+        facts = resolve(label).facts
         assert facts is not None
-        if one.asked:
-            first.setdefault(one.name, one)
-        elif not facts.capabilities.needs_calibration:
-            label = parse_choice(one.text).label
-            first.setdefault(one.name, attrs.evolve(one, text=_short(label, facts.settings())))
+        plain = attrs.evolve(one, text=_short(label, facts.settings()))
+        first.setdefault(one.name, one if one.asked else plain)
     names = sorted(first)
     found = []
     for at, name in enumerate(names):

@@ -1,11 +1,13 @@
 """What packing does to a model's predictions: KL, top-1 agreement and perplexity, with the bytes that it saves.
 
 Teacher-forced: the text is fed one token a step after a prefill, to the model's own cache and to every packed one, so
-that every scored token reads packed history (:mod:`vq_core.evaluate.divergence`).
+that every scored token reads packed history (:mod:`vq_core.evaluate.divergence`).  A method that needs calibration and
+names no artifact learns from the rest of the text, behind what is scored.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,13 @@ from vq_core.cache.shell import PackedKVCache
 from vq_core.errors import SettingsError, VQError
 from vq_core.evaluate.arms import PARTNER, Pair, order_of, pairs
 from vq_core.evaluate.divergence import PREFILL, Divergence, divergences
+from vq_core.evaluate.learnt import Learning, needs
 from vq_core.hosts.mlx_lm import compress
 from vq_core.hosts.mlx_lm.context import context_length
 from vq_core.hosts.mlx_lm.generate import load_with_config
 from vq_core.hosts.mlx_lm.handle import CompressedModel
 from vq_core.hosts.mlx_lm.report import held_bytes
+from vq_core.plugins.choice import choose
 
 OWN = "the model's own cache"
 
@@ -71,14 +75,22 @@ def measure(wanted: Wanted, tell: Callable[[str], None] = lambda line: None) -> 
     text = _text(wanted.text)
     tell(f"loading {wanted.model}")
     model, tokenizer, config = load_with_config(wanted.model)
-    ids = _tokens(tokenizer.encode(text), wanted, context_length(config))
+    context = context_length(config)
+    ids, rest = _tokens(tokenizer.encode(text), wanted, context)
     arms: list[_Arm] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        learning = stack.enter_context(Learning())
         for pair in found:
             try:
+                both = {"keys": pair.keys, "values": pair.values}
+                for side, one in both.items():
+                    if needs(one):
+                        both[side] = learning.from_model(one, model, rest, context, tell)
                 handle = compress(
-                    model, keys=pair.keys, values=pair.values, residual=wanted.residual, sink_tokens=wanted.sink_tokens
-                )
+                    model, keys=both["keys"], values=both["values"],
+                    residual=wanted.residual, sink_tokens=wanted.sink_tokens,
+                )  # fmt: skip
+                stack.callback(handle.undo)
                 arms.append(_Arm(pair, handle, handle.make_cache()))
             except VQError as error:
                 if pair.asked:
@@ -96,9 +108,6 @@ def measure(wanted: Wanted, tell: Callable[[str], None] = lambda line: None) -> 
             model, ids, own, [arm.caches for arm in arms], prefill=wanted.prefill, tell=_every(100, wanted.scored, tell)
         )
         rows = [_row(arm, result) for arm, result in zip(arms, results, strict=True)]
-    finally:
-        for arm in reversed(arms):
-            arm.handle.undo()
     numbers = rows[0]["numbers"]
     for row in rows:
         del row["numbers"]
@@ -106,7 +115,7 @@ def measure(wanted: Wanted, tell: Callable[[str], None] = lambda line: None) -> 
         "environment": environment(),
         "conditions": attrs.asdict(wanted)
         | {"text": str(wanted.text or "vq_core/demo/heldout.txt")}
-        | {"about": "vq_core.evaluate.on_model, docs/evaluation.md"},
+        | {"calibration_tokens": len(rest), "about": "vq_core.evaluate.on_model, docs/evaluation.md"},
         "own": _own(own, results[0], numbers),
         "rows": rows,
         "kl_falls_as_bits_rise": order_of([(r["family"], r["name"], r["bits"], r["kl"]) for r in rows]),
@@ -127,7 +136,8 @@ def _text(file: Path | None) -> str:
         raise SettingsError(f"the text cannot be read from {file}: {error.strerror or error}") from error
 
 
-def _tokens(ids: list[int], wanted: Wanted, context: int | None) -> list[int]:
+def _tokens(ids: list[int], wanted: Wanted, context: int | None) -> tuple[list[int], list[int]]:
+    """The tokens of the evaluation, and those behind them."""
     if wanted.prefill < 1 or wanted.scored < 1:
         raise SettingsError(f"prefill and scored must be 1 or more, got {wanted.prefill} and {wanted.scored}")
     need = wanted.prefill + wanted.scored + 1
@@ -137,7 +147,7 @@ def _tokens(ids: list[int], wanted: Wanted, context: int | None) -> list[int]:
                 f"a prefill of {wanted.prefill} and {wanted.scored} scored tokens need {need}; {what} {most}: "
                 f"score at most {max(most - wanted.prefill - 1, 0)}, or take another --text"
             )
-    return list(ids[:need])
+    return list(ids[:need]), list(ids[need:])
 
 
 def _every(step: int, total: int, tell: Callable[[str], None]) -> Callable[[int], None]:
@@ -160,7 +170,8 @@ def _row(arm: _Arm, found: Divergence) -> dict[str, Any]:
     parts = {name: getattr(held, name) / tokens for name in ("codes", "metadata", "window", "spare", "held", "fp16")}
     return {
         "name": arm.pair.name, "family": arm.pair.family,
-        "keys": bound["keys"].choice.text, "values": bound["values"].choice.text,
+        "keys": choose(arm.pair.keys, "keys").text, "values": choose(arm.pair.values, "values").text,
+        "learnt": [one for one in dict.fromkeys((arm.pair.keys, arm.pair.values)) if needs(one)],
         "bits": sum(sum(bits[side]) * n for side, n in zip(SIDES, sizes, strict=True)) / sum(sizes),
         "layout_bits": {side: dict(zip(("codes", "metadata"), bits[side], strict=True)) for side in SIDES},
         "kl": found.kl, "top1": found.top1, "perplexity": found.perplexity, "scored": found.tokens,

@@ -13,6 +13,8 @@ of T.  The first half is retrieval-like: the direction of ``e + RETRIEVAL * k``,
 query; the second half the direction of e alone.  Because norms are taken over all queries together, the error is mostly
 that of the retrieval-like ones, whose outputs are long.
 
+A method that needs calibration learns from CALIBRATION other tokens of the same distribution.
+
 Columns with keys quantized:
     T1 iid      T = 1
     T3 iid      T = 3
@@ -29,6 +31,7 @@ here so that its rows come out; docs/evaluation.md has both side by side.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,8 +44,10 @@ from vq_core.api.facts import SIDES, PrepareContext, Side
 from vq_core.bench.environment import environment
 from vq_core.cache.store import PageStore
 from vq_core.errors import SettingsError, VQError
-from vq_core.evaluate.arms import candidates
+from vq_core.evaluate.arms import Candidate, candidates
+from vq_core.evaluate.learnt import Learning, needs
 from vq_core.plugins.binding import BoundSide, bind
+from vq_core.plugins.choice import choose
 
 Array = NDArray[np.float64]
 
@@ -52,6 +57,8 @@ OUTLIERS, OFFSET, SPREAD = 4, 15.0, 2.0
 """Channels of the keys with an offset of either sign, and their standard deviation."""
 VALUE_MEAN = 0.3
 """Standard deviation over channels of the mean that all values share."""
+CALIBRATION = 4096
+"""Tokens that a method which needs calibration learns from."""
 
 
 @attrs.frozen
@@ -133,18 +140,29 @@ class Case:
 
 def case(column: Column, wanted: Wanted, seed: int) -> Case:
     """The numbers of one column and seed; columns of one seed share their noise."""
-    rng = np.random.default_rng(seed)
-    n, D, M = wanted.tokens, wanted.head_dim, wanted.queries
-    keys, values, queries = (rng.standard_normal((count, D)) for count in (n, n, M))
+    noise, keys, values = drawn(column, wanted, seed, wanted.tokens)
+    rng = np.random.default_rng((seed, 1))
+    queries = rng.standard_normal((wanted.queries, wanted.head_dim))
     if column.retrieval:
-        half = M // 2
-        queries[:half] += RETRIEVAL * keys[rng.integers(0, n, half)]
+        half = wanted.queries // 2
+        queries[:half] += RETRIEVAL * noise[rng.integers(0, wanted.tokens, half)]
     queries *= column.T / np.linalg.norm(queries, axis=1, keepdims=True)  # norm T sqrt(D), over sqrt(D)
+    return Case.of(queries, keys, values)
+
+
+def drawn(column: Column, wanted: Wanted, seed: int, count: int, part: int = 0) -> tuple[Array, Array, Array]:
+    """``count`` tokens (count, D): keys without their offsets, keys and values, these rounded to the dtype.
+
+    Parts of one seed are other draws of one distribution, with the same outlier channels and the same mean.
+    """
+    rng = np.random.default_rng((seed, 2, part))
+    noise, values = (rng.standard_normal((count, wanted.head_dim)) for _ in SIDES)
+    keys, shape = noise.copy(), np.random.default_rng((seed, 3))
     if column.outlier:
-        channels, signs = rng.choice(D, OUTLIERS, replace=False), rng.choice([-1.0, 1.0], OUTLIERS)
-        keys[:, channels] = SPREAD * keys[:, channels] + OFFSET * signs
-    values += column.mean * rng.standard_normal(D)
-    return Case.of(queries, _rounded(keys, wanted.dtype), _rounded(values, wanted.dtype))
+        channels = shape.choice(wanted.head_dim, OUTLIERS, replace=False)
+        keys[:, channels] = SPREAD * keys[:, channels] + OFFSET * shape.choice([-1.0, 1.0], OUTLIERS)
+    values += column.mean * shape.standard_normal(wanted.head_dim)
+    return noise, _rounded(keys, wanted.dtype), _rounded(values, wanted.dtype)
 
 
 def _rounded(x: Array, dtype: str) -> Array:
@@ -259,30 +277,31 @@ def relative(found: Array, exact: Array) -> float:
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
 
-def of_side(text: str, side: Side, wanted: Wanted, exact: Mapping[tuple[str, int], Case]) -> dict[str, Any]:
+def of_side(
+    text: str, side: Side, wanted: Wanted, exact: Mapping[tuple[str, int], Case], learning: Learning
+) -> dict[str, Any]:
     """Figures of one method on one side, all columns."""
     D, row = wanted.head_dim, {}
     columns: dict[str, Any] = {}
-    for seed in range(wanted.seeds):
+    for seed, column in itertools.product(range(wanted.seeds), COLUMNS[side]):
         ctx = PrepareContext(side=side, kv_heads=1, key_dim=D, value_dim=D, dtype=wanted.dtype, seed=seed)
-        bound = bind(text, ctx, kernels="off")
+        bound = bind(_learnt(text, ctx, column, wanted, learning), ctx, kernels="off")
+        one = exact[column.name, seed]
+        held = hold(bound, one.keys if side == "keys" else one.values)
+        found = columns.setdefault(column.name, {"errors": [], "kls": []})
+        if side == "keys":
+            error, kl = of_keys(one, held)
+            found["kls"].append(kl)
+        else:  # the probabilities are those of the exact keys
+            error = of_values(one, held)
+        found["errors"].append(error)
         codes, metadata = bound.layout.bits_per_element(D)
-        for column in COLUMNS[side]:
-            one = exact[column.name, seed]
-            held = hold(bound, one.keys if side == "keys" else one.values)
-            found = columns.setdefault(column.name, {"errors": [], "kls": []})
-            if side == "keys":
-                error, kl = of_keys(one, held)
-                found["kls"].append(kl)
-            else:  # the probabilities are those of the exact keys
-                error = of_values(one, held)
-            found["errors"].append(error)
         row = {
-            "method": text, "side": side, "settings": bound.choice.text,
+            "method": text, "side": side, "settings": choose(text, side).text,
             "bits": {"codes": codes, "metadata": metadata, "total": codes + metadata},
             "sequence_bytes": sum(f.nbytes for f in bound.layout.sequence),
             "constant_bytes": sum(a.nbytes for a in bound.constants),
-            "packed": held.packed, "read_by": held.reading,
+            "packed": held.packed, "read_by": held.reading, "learnt_from": CALIBRATION if needs(text) else 0,
         }  # fmt: skip
     for found in columns.values():
         found |= {"error": float(np.mean(found["errors"])), "error_sd": float(np.std(found["errors"]))}
@@ -293,6 +312,14 @@ def of_side(text: str, side: Side, wanted: Wanted, exact: Mapping[tuple[str, int
     return row | {"columns": columns}
 
 
+def _learnt(text: str, ctx: PrepareContext, column: Column, wanted: Wanted, learning: Learning) -> str:
+    if not needs(text):
+        return text
+    _, keys, values = drawn(column, wanted, ctx.seed, CALIBRATION, part=1)
+    kind = (column.outlier, column.mean)  # columns that differ in their queries only share what is learnt
+    return learning.from_numbers(text, ctx, kind, keys if ctx.side == "keys" else values)
+
+
 def measure(wanted: Wanted, tell: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """The table.
 
@@ -301,23 +328,32 @@ def measure(wanted: Wanted, tell: Callable[[str], None] = lambda line: None) -> 
     """
     found, left_out = candidates(wanted.methods)
     rows: list[dict[str, Any]] = []
-    for side in SIDES:
-        exact = {(c.name, seed): case(c, wanted, seed) for c in COLUMNS[side] for seed in range(wanted.seeds)}
-        for one in found:
-            if side in one.sides:
-                tell(f"{side}: {one.text}")
-                try:
-                    rows.append(of_side(one.text, side, wanted, exact))
-                except VQError as error:
-                    if one.asked:
-                        raise
-                    left_out.append({"arm": f"{one.text} ({side})", "reason": str(error)})
+    with Learning() as learning:
+        for side in SIDES:
+            _rows(side, found, wanted, learning, rows, left_out, tell)
     return {
         "environment": environment(),
         "conditions": attrs.asdict(wanted)
-        | {"retrieval": RETRIEVAL, "outliers": [OUTLIERS, OFFSET, SPREAD]}
+        | {"calibration": CALIBRATION, "retrieval": RETRIEVAL, "outliers": [OUTLIERS, OFFSET, SPREAD]}
         | {"columns": {side: [attrs.asdict(c) for c in COLUMNS[side]] for side in SIDES}}
         | {"kernels": "off: plain operations", "about": "vq_core.evaluate.synthetic, docs/evaluation.md"},
         "rows": rows,
         "left_out": left_out,
     }
+
+
+def _rows(
+    side: Side, found: list[Candidate], wanted: Wanted, learning: Learning, rows: list[dict[str, Any]],
+    left_out: list[dict[str, str]], tell: Callable[[str], None],
+) -> None:  # fmt: skip
+    exact = {(c.name, seed): case(c, wanted, seed) for c in COLUMNS[side] for seed in range(wanted.seeds)}
+    for one in found:
+        if side not in one.sides:
+            continue
+        tell(f"{side}: {one.text}")
+        try:
+            rows.append(of_side(one.text, side, wanted, exact, learning))
+        except VQError as error:
+            if one.asked:
+                raise
+            left_out.append({"arm": f"{one.text} ({side})", "reason": str(error)})
