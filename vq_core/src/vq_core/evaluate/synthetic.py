@@ -230,7 +230,7 @@ class Held:
         """Runs of pages, each with the number of its first."""
         pages, page = self.store.view(), self.bound.layout.page
         at_once = getattr(self.bound.attend, "tile_tokens", None)
-        count = pages.count if at_once is None else max(1, at_once // page)
+        count = max(1, pages.count if at_once is None else at_once // page)
         return [(at, pages.part(at, min(at + count, pages.count))) for at in range(0, pages.count, count)]
 
 
