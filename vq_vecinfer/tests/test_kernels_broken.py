@@ -45,7 +45,7 @@ BREAKS = [
           "vq_mul(v[sub - 1 - j], codebook[at * uint(sub) + uint(sub - 1 - j)])"),
     Break("infinity is a number", QUANTIZE, "fabs(w) < INFINITY", "w == w"),
     Break("NaN is a number", QUANTIZE, "? code : 0u;", "|| !finite ? code + uint(!finite) : 0u;"),
-    Break("nothing cut", QUANTIZE, "min(max(w, -1e15f), 1e15f)", "w"),
+    Break("nothing cut", QUANTIZE, "min(max(w, -1e30f), 1e30f)", "w"),
     Break("one centroid short", QUANTIZE, "c < C; ++c", "c < C - 1u; ++c"),
     Break("the codebook of the first place", QUANTIZE, "books == 1u ? 0u : own % M", "books == 1u ? 0u : 0u"),
     Break("the codebook of another place", QUANTIZE, "own % M", "(own + 1u) % M"),

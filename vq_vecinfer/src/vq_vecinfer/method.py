@@ -8,7 +8,7 @@ keys and values (``vq calibrate``); codebooks of random numbers give garbage tex
 
 **Nearest.** The largest x.c - ||c||^2 / 2, which has one order, in float32 and without contraction: the sum begins at
 -||c||^2 / 2, and the products of the channels are added from the first to the last.  Among equals the lowest number
-wins.  Numbers are cut to +-1e15 before.  A sub-vector that holds a NaN or an infinity gets code 0.
+wins.  Numbers are cut to +-1e30 before.  A sub-vector that holds a NaN or an infinity gets code 0.
 
 Where this differs from the paper and its ports:
 
@@ -67,7 +67,7 @@ ERRORS = {
 """Relative squared error on N(0, 1) of codebooks learnt from many such numbers."""
 SPARE = 1.25
 """Room for codebooks learnt from few."""
-FLOOR, LIMIT = 1e-4, 1e15
+FLOOR, LIMIT = 1e-4, 1e30
 LEAST = 4
 """Sub-vectors that a centroid must have been learnt from, on average; 64 and more serve it well."""
 AT_ONCE = 2**20
