@@ -66,6 +66,7 @@ def _nearest(x: Numbers, book: Numbers) -> tuple[Numbers, Numbers]:
     step = max(1, AT_ONCE // len(book))
     for i in range(0, len(x), step):
         products = mx.array(x[i : i + step]) @ table.T - halves
-        codes[i : i + step] = np.array(mx.argmax(products, axis=1))
-        best[i : i + step] = np.array(products.max(axis=1))
+        found = mx.argmax(products, axis=1, keepdims=True)
+        codes[i : i + step] = np.array(found[:, 0])
+        best[i : i + step] = np.array(mx.take_along_axis(products, found, axis=1)[:, 0])
     return codes, best

@@ -8,7 +8,7 @@ keys and values (``vq calibrate``); codebooks of random numbers give garbage tex
 
 **Nearest.** The largest x.c - ||c||^2 / 2, which has one order, in float32 and without contraction: the sum begins at
 -||c||^2 / 2, and the products of the channels are added from the first to the last.  Among equals the lowest number
-wins.  Numbers are cut to +-1e15 before.  A sub-vector that holds a NaN or an infinity gets code 0.
+wins.  Numbers are cut to +-1e30 before.  A sub-vector that holds a NaN or an infinity gets code 0.
 
 Where this differs from the paper and its ports:
 
@@ -67,11 +67,11 @@ ERRORS = {
 """Relative squared error on N(0, 1) of codebooks learnt from many such numbers."""
 SPARE = 1.25
 """Room for codebooks learnt from few."""
-FLOOR, LIMIT = 1e-4, 1e15
+FLOOR, LIMIT = 1e-4, 1e30
 LEAST = 4
 """Sub-vectors that a centroid must have been learnt from, on average; 64 and more serve it well."""
-AT_ONCE = 2**22
-"""Products of sub-vectors and centroids that encoding holds at once: 16 MiB."""
+AT_ONCE = 2**20
+"""Products of sub-vectors and centroids that encoding holds at once: 4 MiB."""
 
 
 @attrs.frozen
@@ -191,7 +191,11 @@ def nearest(state: VecInfer, y: mx.array) -> mx.array:
     """Codes of vectors in the stored basis: (..., D) float32 to (..., M) uint32."""
     vectors = y.reshape(-1, state.places, state.sub)
     step = max(1, AT_ONCE // (state.places * state.codebook.shape[1]))
-    parts = [_nearest(state, vectors[i : i + step]) for i in range(0, vectors.shape[0], step)]
+    parts: list[mx.array] = []
+    for i in range(0, vectors.shape[0], step):
+        some = vectors[i : i + step]
+        # One after another: MLX, which evaluates later, would else hold the sums of many at once.
+        parts.append(_nearest(state, mx.depends(some, parts[-1]) if parts else some))
     codes = mx.concatenate(parts) if parts else mx.zeros((0, state.places), mx.uint32)
     return codes.reshape(*y.shape[:-1], state.places)
 
@@ -276,7 +280,9 @@ def vq_prepare(ctx: PrepareContext, settings: VecInferSettings, artifact: Artifa
     _check(ctx)
     sub, centroids = settings.of(ctx.side)
     heads, dim = ctx.kv_heads, ctx.head_dim
-    wanted = {"codebook": (1 if settings.codebooks == "shared" else dim // sub, centroids, sub)}
+    wanted: dict[str, tuple[int, ...]] = {
+        "codebook": (1 if settings.codebooks == "shared" else dim // sub, centroids, sub)
+    }
     if ctx.side == "keys":
         wanted["smooth"] = (heads, dim)
     if settings.mean:

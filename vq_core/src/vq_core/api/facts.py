@@ -83,9 +83,12 @@ class MethodFacts:
     def __attrs_post_init__(self) -> None:
         if not attrs.has(self.settings):
             raise PluginError(f"method {self.name!r}: settings must be an attrs class, got {self.settings!r}")
-        if self.capabilities.needs_calibration and "artifact" not in attrs.fields_dict(self.settings):
+        if self.capabilities.needs_calibration and not (
+            self.per_layer and "artifact" in attrs.fields_dict(self.settings)
+        ):
             raise PluginError(
-                f'method {self.name!r} needs calibration: its settings class needs artifact: str = setting("")'
+                f"method {self.name!r} needs calibration: it must say per_layer=True, and its settings class must have "
+                f"artifact: str = setting('')"
             )
         if not self.sides or not set(self.sides) <= set(SIDES):
             raise PluginError(f"method {self.name!r}: sides must be some of {SIDES}, got {self.sides}")

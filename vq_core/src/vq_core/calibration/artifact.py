@@ -96,7 +96,8 @@ def write(path: str | os.PathLike[str], content: Learnt) -> str:
     """
     from vq_core.files import tensors
 
-    entries, arrays = [], {}
+    entries: list[dict[str, Any]] = []
+    arrays: dict[str, mx.array] = {}
     for number, (place, held) in enumerate(content.entries.items()):
         entries.append(attrs.asdict(place) | {"arrays": sorted(held)})
         arrays |= {f"{number}.{name}": held[name] for name in sorted(held)}
@@ -197,7 +198,7 @@ def artifact_of(record: MethodRecord, choice: SideChoice, ctx: PrepareContext) -
     wrong = _whose(file, record, choice, ctx)
     if wrong:
         raise SettingsError(f"{where} {wrong}; make one: {command}")
-    return Artifact(_entry(file, ctx, where), file.digest)
+    return Artifact(_entry(file, ctx, where, command), file.digest)
 
 
 def _whose(file: Learnt, record: MethodRecord, choice: SideChoice, ctx: PrepareContext) -> str:
@@ -215,22 +216,22 @@ def _whose(file: Learnt, record: MethodRecord, choice: SideChoice, ctx: PrepareC
     if not same:
         return f"was learnt with {file.settings}, not with {settings_text(choice.settings)}: give the same settings"
     if file.model != ctx.model:
-        return f"is of {_model(file.model)}, not of {_model(ctx.model)}"
+        whose = "no model (a stand-in)" if file.model is None else f"the model {file.model}"
+        asked = "a cache of no model (vq_core.compress makes a model's)" if ctx.model is None else f"of {ctx.model}"
+        return f"is of {whose}, not {asked}" if ctx.model else f"is of {whose}; this is {asked}"
     return ""
 
 
-def _model(identity: str | None) -> str:
-    return "no model (a stand-in)" if identity is None else f"the model {identity}"
-
-
-def _entry(file: Learnt, ctx: PrepareContext, where: str) -> Mapping[str, mx.array]:
+def _entry(file: Learnt, ctx: PrepareContext, where: str, command: str) -> Mapping[str, mx.array]:
     asked = Place.of(ctx)
     if asked in file.entries:
         return file.entries[asked]
     there = [p for p in file.entries if (p.layer, p.side) == (asked.layer, asked.side)]
     if there:
-        raise UnsupportedShapeError(f"{where} has {_listed(there)}, and none for {_said(asked)}: calibrate this model")
-    raise SettingsError(f"{where} has {_listed(list(file.entries))}, and none for {_said(asked)}")
+        raise UnsupportedShapeError(
+            f"{where} has {_listed(there)}, and none for {_said(asked)}; make one of this model: {command}"
+        )
+    raise SettingsError(f"{where} has {_listed(list(file.entries))}, and none for {_said(asked)}; make one: {command}")
 
 
 def _listed(places: Sequence[Place]) -> str:

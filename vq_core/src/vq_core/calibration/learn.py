@@ -101,10 +101,10 @@ def learn(
         raise type(error)(f"{where}: {error}") from error
     except Exception as error:  # whatever a stranger's code raises becomes one typed error that names it
         said = f"{type(error).__name__}: {error}"
-        raise PluginError(f"method {record.label!r}: vq_calibrate failed with {said}") from error
+        raise PluginError(f"method {record.name!r}: vq_calibrate failed with {said}") from error
     fits = isinstance(arrays, Mapping) and arrays and all(isinstance(a, mx.array) for a in arrays.values())
     if not fits:
-        raise PluginError(f"method {record.label!r}: vq_calibrate must return arrays by name, it gave {arrays!r:.80}")
+        raise PluginError(f"method {record.name!r}: vq_calibrate must return arrays by name, it gave {arrays!r:.80}")
     mx.eval(list(arrays.values()))
     return dict(arrays)
 

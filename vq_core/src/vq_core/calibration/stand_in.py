@@ -24,26 +24,29 @@ from vq_core.calibration.learn import learn, written
 from vq_core.errors import UnsupportedShapeError
 from vq_core.plugins.registry import resolve
 
-TOKENS, ROUNDS = 1024, 4
+NUMBERS, ROUNDS = 2**16, 4
+"""Random numbers of each layer side, and rounds, unless more are asked for: enough to run with."""
 
 
-def completed(text: str, shapes: Iterable[tuple[int, int]], tokens: int = TOKENS) -> str:
+def completed(text: str, shapes: Iterable[tuple[int, int]], numbers: int = NUMBERS) -> str:
     """A method's text form, with a stand-in where the method needs an artifact and the text names none.
 
     Args:
         text: Any method's.
         shapes: KV heads and head size of the caches that it is for; those that the method refuses are left out.
-        tokens: Random tokens that it is learnt from.
+        numbers: Random numbers of each layer side that it is learnt from, made up to whole tokens.
 
     Raises:
-        SettingsError: settings that the method does not accept, or too few tokens for them.
+        SettingsError: settings that the method does not accept, or too few numbers for them.
     """
     choice = parse_choice(text)
     facts = resolve(choice.label).facts
     if facts is None or not facts.capabilities.needs_calibration or dict(choice.options).get(artifact.SETTING):
         return text
     record, settings = artifact.chosen(text)
-    path = _made(choice.label, record.version, format_choice(record.name, settings), tuple(sorted(set(shapes))), tokens)
+    path = _made(
+        choice.label, record.version, format_choice(record.name, settings), tuple(sorted(set(shapes))), numbers
+    )
     return format_choice(choice.label, attrs.evolve(settings, **{artifact.SETTING: path}))
 
 
@@ -53,7 +56,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def _made(label: str, version: str, text: str, shapes: tuple[tuple[int, int], ...], tokens: int) -> str:
+def _made(label: str, version: str, text: str, shapes: tuple[tuple[int, int], ...], numbers: int) -> str:
     record, settings = artifact.chosen(f"{label}:{text.partition(':')[2]}" if ":" in text else label)
     assert record.facts is not None
     made = {}
@@ -61,15 +64,14 @@ def _made(label: str, version: str, text: str, shapes: tuple[tuple[int, int], ..
         for heads, dim in shapes:
             ctx = PrepareContext(side=side, kv_heads=heads, key_dim=dim, value_dim=dim, dtype="float16")
             try:
-                made[Place.of(ctx)] = learn(
-                    record, settings, ctx, _random(heads, dim, tokens), f"{side}, {heads}x{dim}"
-                )
+                given = _random(heads, dim, -(-numbers // (heads * dim)))
+                made[Place.of(ctx)] = learn(record, settings, ctx, given, f"{side} of {heads} heads of {dim}")
             except UnsupportedShapeError:
                 continue
     if not made:
         raise UnsupportedShapeError(f"method {label!r} refuses every one of the shapes {shapes}")
     learnt = {
-        "vq_core": vq_core.__version__, "tokens": tokens, "text": "N(0, 1)", "samples": tokens, "seed": 0,
+        "vq_core": vq_core.__version__, "tokens": numbers, "text": "N(0, 1)", "samples": numbers, "seed": 0,
         "rounds": ROUNDS,
     }  # fmt: skip
     path = str(Path(_folder().name) / f"{_made.cache_info().misses}.vqa")

@@ -143,7 +143,7 @@ def _capabilities(facts: MethodFacts, settings: Any, head_dim: int) -> Iterator[
     yield "head sizes", "every size" if able.head_dims is None else ", ".join(map(str, able.head_dims))
     yield "exact", "decodes to the input bit for bit" if able.exact else "no"
     if able.needs_calibration:
-        yield "calibration", "needed: it refuses to run without an artifact"
+        yield "calibration", "needed: it refuses to run without an artifact, which `vq calibrate` learns from the model"
     if not able.trimmable:
         yield "trim", "not behind the packed frontier"
     if able.gaussian_error is not None:
@@ -170,8 +170,10 @@ def _bits(facts: MethodFacts, text: str, head_dim: int) -> Iterator[tuple[str, s
 
 
 def _bits_per_element(text: str, context: PrepareContext) -> tuple[float, float]:
+    from vq_core.calibration.stand_in import completed
     from vq_core.plugins.binding import bind
 
+    text = completed(text, [(context.kv_heads, context.head_dim)])
     return bind(text, context).layout.bits_per_element(context.head_dim)
 
 

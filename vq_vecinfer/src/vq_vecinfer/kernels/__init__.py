@@ -64,8 +64,8 @@ def _check_quantizing(call: Call) -> str:
         return f"x {x} must be (B, H, n, D), D a multiple of {sub}"
     if x[2] * x[3] // sub * bits % WORD:
         return f"{x[2]} tokens of {x[3] // sub} codes of {bits} bits fill no whole words"
-    if math.prod(x) * 2 >= MOST:
-        return f"x {x} has {math.prod(x)} elements; fewer than {MOST // 2} are accepted"
+    if math.prod(x) >= MOST or math.prod(x) // sub * bits >= 2 * MOST:
+        return f"x {x} has {math.prod(x)} elements; fewer than {MOST}, and {2 * MOST} bits of codes, are accepted"
     wrong = _check_book(call, x[3] // sub)
     if not wrong and call.shapes["halves"] != call.shapes["codebook"][:2]:
         wrong = f"halves {call.shapes['halves']} must be {call.shapes['codebook'][:2]}"
@@ -91,6 +91,7 @@ QUANTIZE = Kernel(
     inputs={"x": "T", "codebook": "float32", "halves": "float32"},
     outputs={"codes": Output("uint32", _words)},
     parameters={"T": DTYPES, "sub": SUBS},
+    fixed=("sub",),
     numbers=("bits",),
     threads=_threads,
     threadgroups=lambda call: (max(1, -(-_codes(call) // THREADS)), 1, 1),
@@ -105,6 +106,7 @@ DEQUANTIZE = Kernel(
     inputs={"codes": "uint32", "codebook": "float32"},
     outputs={"y": Output("float32", _dense)},
     parameters={"sub": SUBS},
+    fixed=("sub",),
     numbers=("bits", "head_dim"),
     threads=_threads,
     threadgroups=lambda call: (max(1, -(-_stored_codes(call) // THREADS)), 1, 1),

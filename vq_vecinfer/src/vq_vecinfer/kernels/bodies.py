@@ -18,7 +18,7 @@ VQ_UNROLL
 for (int j = 0; j < sub; ++j) {
   const float w = float(x[own * uint(sub) + uint(j)]);
   finite = finite && fabs(w) < INFINITY;  // false for NaN too
-  v[j] = min(max(w, -1e15f), 1e15f);
+  v[j] = min(max(w, -1e30f), 1e30f);
 }
 float best = -INFINITY;
 uint code = 0u;

@@ -13,7 +13,7 @@ from vq_core.codec.bits import WORD
 from vq_core.kernels import Case
 from vq_vecinfer.kernels.reference import BITS, DTYPES, SUBS, quantized
 
-FAMILIES = ("normal", "ties", "zeros", "nan", "extreme", "far")
+FAMILIES = ("normal", "ties", "zeros", "nan", "extreme", "close")
 DIMS = (64, 80, 96, 128, 16, 256)
 CODES = 200
 """About as many codes a case, so that some threadgroups are not full: a code costs C sums."""
@@ -22,13 +22,13 @@ Numbers = np.ndarray[Any, Any]
 
 
 def quantizing_cases() -> Iterator[Case]:
-    """162 cases: 27 variants with each family, two of three with one codebook, the others with one a place."""
+    """162 cases: 27 variants with each family, a third with a codebook for each place."""
     rng = np.random.default_rng(6)
     settings = itertools.product(FAMILIES, DTYPES, SUBS, BITS)
     for i, (family, dtype, sub, bits) in enumerate(settings):
         dim = DIMS[(i + i // 6) % len(DIMS)]
         places = dim // sub
-        books = places if i % 3 == 2 and bits < 12 else 1
+        books = places if (i // 27 + i) % 2 and bits < 12 else 1
         block = WORD // np.gcd(WORD, places * bits)
         tokens = int(max(1, CODES * (1 + i % 2) // (places * block))) * block
         rows, heads = (1, 1) if tokens * places > CODES else (1 + i % 2, 1 + i % 3)
@@ -52,12 +52,13 @@ def codebook(rng: np.random.Generator, books: int, count: int, sub: int, family:
     """Centroids (books, count, sub), the first of each the origin.
 
     ``ties``: whole numbers of a small range, each centroid several times, so that sums are exact and equal.
+    ``close``: sixteen beside each other, which the last bits of the sums decide between.
     """
     book: Numbers = rng.standard_normal((books, count, sub))
     if family == "ties":
         book = rng.integers(-2, 3, (books, count, sub)).astype(np.float64)
-    if family == "far":
-        book = book * 30 + 100
+    if family == "close":
+        book = np.repeat(book[:, ::16], 16, axis=1) + 3 + rng.integers(-3, 4, book.shape) * 2.0**-22
     book[:, 0] = 0
     return book.astype(np.float32)
 
@@ -76,7 +77,7 @@ def numbers(
     """Numbers (B, H, n, D) of a family.
 
     ``normal``; ``ties``: half way between centroids that are there several times; ``zeros`` of both signs and small
-    whole numbers; ``nan``: NaN and infinities; ``extreme``: the largest numbers; ``far``: far from zero.
+    whole numbers; ``nan``: NaN and infinities; ``extreme``: the largest numbers; ``close``: far from zero.
     """
     x: Numbers = rng.standard_normal(shape)
     if family == "ties":
@@ -88,6 +89,6 @@ def numbers(
     if family == "extreme":
         most = 65504.0 if dtype == "float16" else 3.3e38
         x = np.where(rng.random(shape) < 0.5, np.clip(x * most, -most, most), x * 1e-30)
-    if family == "far":
-        x = x * 30 + 100
+    if family == "close":
+        x = x + 3
     return mx.array(x.astype(np.float32)).astype(getattr(mx, dtype))
