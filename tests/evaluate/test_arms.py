@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vq_core.errors import SettingsError
-from vq_core.evaluate.arms import Pair, candidates, order_of, pairs, widths
+from vq_core.evaluate.arms import Pair, by_bits, candidates, order_of, pairs, widths
 from vq_core.plugins.registry import list_methods, resolve
 from vq_core.testing.registering import load_plugin, registered
 
@@ -103,3 +103,9 @@ def test_order() -> None:
     assert (b["family"], b["ordered"], len(b["inversions"])) == ("b", False, 3)
     assert "b2 (2 bits) has KL 0.1, b4 (4 bits) 0.3" in b["inversions"]
     assert order_of([("n", "n2", 2.0, float("nan")), ("n", "n3", 3.0, 0.1)])[0]["ordered"] is False
+
+
+def test_rows_of_a_family_come_together_by_bits() -> None:
+    rows = [{"name": n[0], "bits": float(n[1])} for n in ("b4", "a2", "b1", "c1", "b3", "a1")]
+    found = by_bits(rows, "name", lambda row: float(row["bits"]))
+    assert [f"{row['name']}{row['bits']:.0f}" for row in found] == ["b1", "b3", "b4", "a1", "a2", "c1"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
 
 from vq_core.api.facts import SIDES, Side
-from vq_core.api.settings import build_settings, format_choice, parse_choice
+from vq_core.api.settings import build_settings, format_choice, format_value, parse_choice
 from vq_core.errors import SettingsError, VQError
 from vq_core.plugins.choice import choose
 from vq_core.plugins.records import MethodRecord
@@ -123,7 +123,7 @@ def widths(record: MethodRecord) -> list[str]:
     if bits is not None:
         known = [build_settings(record.name, kind, parse_choice(text).options).bits for text in texts]
         choices: Iterable[Any] = bits.metadata.get("choices") or ()
-        texts += [f"{record.name}:bits={value}" for value in choices if value not in known]
+        texts += [f"{record.name}:bits={format_value(value)}" for value in choices if value not in known]
     return texts or [record.name]
 
 
@@ -190,6 +190,15 @@ def _mixed(among: Sequence[Candidate]) -> list[Pair]:
         if "keys" in first[name].sides and after:
             found.append(Pair(first[name].text, after[0].text, "", False))
     return found
+
+
+def by_bits(
+    rows: Iterable[dict[str, Any]], family: str, bits: Callable[[dict[str, Any]], float]
+) -> list[dict[str, Any]]:
+    """Rows of one family together, where its first was, by bits."""
+    rows = list(rows)
+    place = {name: at for at, name in reversed(list(enumerate(row[family] for row in rows)))}
+    return sorted(rows, key=lambda row: (place[row[family]], bits(row)))
 
 
 def order_of(rows: Sequence[tuple[str, str, float, float]]) -> list[dict[str, Any]]:

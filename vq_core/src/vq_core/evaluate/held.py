@@ -19,7 +19,7 @@ from vq_core.cache.report import side_bytes
 from vq_core.cache.shell import PackedKVCache
 from vq_core.calibration.stand_in import completed
 from vq_core.errors import SettingsError, VQError
-from vq_core.evaluate.arms import PARTNER, Pair, pairs
+from vq_core.evaluate.arms import PARTNER, Pair, by_bits, pairs
 from vq_core.plugins.binding import BoundSide
 from vq_core.plugins.choice import choose
 from vq_core.plugins.reach import state_arrays
@@ -75,6 +75,7 @@ def measure(wanted: Wanted, tell: Callable[[str], None] = lambda line: None) -> 
                 raise
             left_out.append({"arm": pair.name, "reason": str(error)})
     conditions = attrs.asdict(wanted) | {"tolerance": TOLERANCE, "about": "vq_core.evaluate.held, docs/evaluation.md"}
+    rows = by_bits(rows, "family", lambda row: sum(sum(one["layout_bits"].values()) for one in row["sides"].values()))
     return {"environment": environment(), "conditions": conditions, "rows": rows, "left_out": left_out}
 
 
@@ -114,7 +115,7 @@ def of_pair(pair: Pair, wanted: Wanted) -> dict[str, Any]:
             "difference": difference, "within": abs(difference) <= TOLERANCE,
         }  # fmt: skip
     return {
-        "name": pair.name, "tokens": wanted.tokens, "packed": packed, "sides": sides,
+        "name": pair.name, "family": pair.family, "tokens": wanted.tokens, "packed": packed, "sides": sides,
         "bytes": attrs.asdict(total) | {"held": total.held, "ratio": total.ratio},
         "all_in_bits": total.held * 8 / numbers,
         # What an object walk finds, constants apart: nothing is held that the account does not know.

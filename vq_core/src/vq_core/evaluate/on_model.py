@@ -18,7 +18,7 @@ from vq_core.api.facts import SIDES
 from vq_core.bench.environment import environment
 from vq_core.cache.shell import PackedKVCache
 from vq_core.errors import SettingsError, VQError
-from vq_core.evaluate.arms import PARTNER, Pair, order_of, pairs
+from vq_core.evaluate.arms import PARTNER, Pair, by_bits, order_of, pairs
 from vq_core.evaluate.divergence import PREFILL, Divergence, divergences
 from vq_core.evaluate.learnt import Learning, needs
 from vq_core.hosts.mlx_lm import compress
@@ -108,6 +108,7 @@ def measure(wanted: Wanted, tell: Callable[[str], None] = lambda line: None) -> 
             model, ids, own, [arm.caches for arm in arms], prefill=wanted.prefill, tell=_every(100, wanted.scored, tell)
         )
         rows = [_row(arm, result) for arm, result in zip(arms, results, strict=True)]
+    rows = by_bits(rows, "family", lambda row: 0 if not row["family"] else float(row["bits"]))
     numbers = rows[0]["numbers"]
     for row in rows:
         del row["numbers"]

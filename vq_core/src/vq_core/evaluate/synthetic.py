@@ -44,7 +44,7 @@ from vq_core.api.facts import SIDES, PrepareContext, Side
 from vq_core.bench.environment import environment
 from vq_core.cache.store import PageStore
 from vq_core.errors import SettingsError, VQError
-from vq_core.evaluate.arms import Candidate, candidates
+from vq_core.evaluate.arms import Candidate, by_bits, candidates
 from vq_core.evaluate.learnt import Learning, needs
 from vq_core.plugins.binding import BoundSide, bind
 from vq_core.plugins.choice import choose
@@ -347,13 +347,15 @@ def _rows(
     left_out: list[dict[str, str]], tell: Callable[[str], None],
 ) -> None:  # fmt: skip
     exact = {(c.name, seed): case(c, wanted, seed) for c in COLUMNS[side] for seed in range(wanted.seeds)}
+    made: list[dict[str, Any]] = []
     for one in found:
         if side not in one.sides:
             continue
         tell(f"{side}: {one.text}")
         try:
-            rows.append(of_side(one.text, side, wanted, exact, learning))
+            made.append({"name": one.name} | of_side(one.text, side, wanted, exact, learning))
         except VQError as error:
             if one.asked:
                 raise
             left_out.append({"arm": f"{one.text} ({side})", "reason": str(error)})
+    rows += by_bits(made, "name", lambda row: float(row["bits"]["total"]))
