@@ -17,6 +17,7 @@ import attrs
 from vq_core.api.facts import SIDES
 from vq_core.bench.environment import environment
 from vq_core.cache.shell import PackedKVCache
+from vq_core.demo import MODEL_PATH, heldout_text
 from vq_core.errors import SettingsError, VQError
 from vq_core.evaluate.arms import PARTNER, Pair, by_bits, order_of, pairs
 from vq_core.evaluate.divergence import PREFILL, Divergence, divergences
@@ -115,6 +116,7 @@ def measure(wanted: Wanted, tell: Callable[[str], None] = lambda line: None) -> 
     return {
         "environment": environment(),
         "conditions": attrs.asdict(wanted)
+        | {"model": "demo" if wanted.model == str(MODEL_PATH) else wanted.model}
         | {"text": str(wanted.text or "vq_core/demo/heldout.txt")}
         | {"calibration_tokens": len(rest), "about": "vq_core.evaluate.on_model, docs/evaluation.md"},
         "own": _own(own, results[0], numbers),
@@ -126,8 +128,6 @@ def measure(wanted: Wanted, tell: Callable[[str], None] = lambda line: None) -> 
 
 def _text(file: Path | None) -> str:
     if file is None:
-        from vq_core.demo import heldout_text
-
         return heldout_text()
     try:
         return file.expanduser().read_bytes().decode()

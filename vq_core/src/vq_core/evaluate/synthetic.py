@@ -51,8 +51,8 @@ from vq_core.plugins.choice import choose
 
 Array = NDArray[np.float64]
 
-RETRIEVAL = 0.78
-"""Weight of the key in a retrieval-like query, beside noise of weight 1: a cosine of 0.62 in the mean."""
+RETRIEVAL = 0.75
+"""Weight of the key in a retrieval-like query, beside noise of weight 1: a cosine of 0.6 in the mean."""
 OUTLIERS, OFFSET, SPREAD = 4, 15.0, 2.0
 """Channels of the keys with an offset of either sign, and their standard deviation."""
 VALUE_MEAN = 0.3
