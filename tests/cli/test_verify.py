@@ -35,7 +35,12 @@ KERNELS = {
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of fused attention nothing, or one shape: all are minutes of compilation; tests/test_passes.py has the list."""
+    """Of fused attention nothing, or one shape: all are minutes of compilation; tests/test_passes.py has the list.
+
+    And two methods: each distribution's own tests verify its kernels.
+    """
+    two = [record for record in registry.list_methods() if record.distribution in ("vq-kivi", "vq-example")]
+    monkeypatch.setattr(registry, "_records", two)
     monkeypatch.setattr(installed, "HEAD_DIMS", ())
     monkeypatch.setattr(installed, "DTYPES", ("float16",))
     monkeypatch.setattr(installed, "MATRIX", ())
@@ -71,7 +76,7 @@ def test_the_table(vq: Any) -> None:
     head, *rows = [line.split() for line in out.splitlines() if line]
     assert head == ["method", "kernel", "stands", "for", "configurations", "result", "backend"]
     assert ["core", "pack_bits", "pack", "2", "identical", "simulator"] in rows
-    assert "4 kernels, all right" in out and "kivi" not in out
+    assert "5 kernels, all right" in out and "kivi" not in out
 
 
 def test_a_long_name_leaves_room_for_the_result(vq: Any) -> None:
@@ -106,7 +111,7 @@ def test_a_kernel_that_does_not_run(vq: Any, body: str, said: str) -> None:
     with registered(tripled(kernel(body=body))):
         status, out, _ = vq("verify", "--backend", "simulator", "--limit", 4)
     assert status == 1 and "did not run" in out and said in out
-    assert out.count("identical") + out.count("within its") == 14, "the others are verified all the same"
+    assert out.count("identical") + out.count("within its") == 15, "the others are verified all the same"
 
 
 def test_a_broken_method_is_listed_and_stops_nothing(vq: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +121,7 @@ def test_a_broken_method_is_listed_and_stops_nothing(vq: Any, monkeypatch: pytes
     )
     monkeypatch.setattr(registry, "_records", [*registry._records, lost])  # type: ignore[misc]
     status, out, err = vq("verify", "--backend", "simulator", "--limit", 1)
-    assert status == 0 and "14 kernels, all right" in out
+    assert status == 0 and "15 kernels, all right" in out
     assert err == "not verified: vq-example:lost is broken: no [such] module\n"
 
 

@@ -38,6 +38,8 @@ MEMORY = 8 << 30
 BEYOND_CACHES = 256 << 20
 """Bytes that a pool of inputs is made to exceed, up to 32 of them."""
 NO_CLOCK = "the simulator is not a clock"
+Bits = int | float | str | None
+"""As a method's settings give it: 4, 2.5, "2+2"."""
 
 
 @attrs.frozen
@@ -84,7 +86,7 @@ class Served:
     """A method that was bound, with kernels and without."""
 
     method: str
-    bits: int | None
+    bits: Bits
     plain: Mapping[Side, BoundSide]
     kernel: Mapping[Side, BoundSide]
     offers: Sequence[KernelOffer]
@@ -148,10 +150,10 @@ def measure(
     }
 
 
-def choices(wanted: Wanted) -> tuple[list[tuple[str, int | None, Sequence[KernelOffer]]], list[dict[str, str]]]:
+def choices(wanted: Wanted) -> tuple[list[tuple[str, Bits, Sequence[KernelOffer]]], list[dict[str, str]]]:
     """Methods with their settings, bits and offers; and those that are left out, with the reason."""
     left_out: list[dict[str, str]] = []
-    found: list[tuple[str, int | None, Sequence[KernelOffer]]] = []
+    found: list[tuple[str, Bits, Sequence[KernelOffer]]] = []
     for text in wanted.methods or [record.label for record in list_methods() if record.status == "ok"]:
         parsed = parse_choice(text)
         record = resolve(parsed.label)
@@ -160,7 +162,8 @@ def choices(wanted: Wanted) -> tuple[list[tuple[str, int | None, Sequence[Kernel
         try:
             offers = _offers(record)
             given = dict(parsed.options)
-            sweep = "bits" in attrs.fields_dict(cls) and "bits" not in given
+            # A text such as 2+2 is no number to go through.
+            sweep = "bits" not in given and isinstance(_default(cls, "bits"), int | float)
             for bits in wanted.bits if sweep else (None,):
                 options = parsed.options + ((("bits", str(bits)),) if bits is not None else ())
                 settings = build_settings(record.name, cls, options)
@@ -170,6 +173,11 @@ def choices(wanted: Wanted) -> tuple[list[tuple[str, int | None, Sequence[Kernel
                 raise
             left_out.append({"method": record.name, "reason": str(error)})
     return found, left_out
+
+
+def _default(cls: type, name: str) -> Any:
+    """Of a setting; nothing where there is none of that name."""
+    return getattr(attrs.fields_dict(cls).get(name), "default", None)
 
 
 def _offers(record: MethodRecord) -> Sequence[KernelOffer]:
@@ -184,7 +192,7 @@ def _offers(record: MethodRecord) -> Sequence[KernelOffer]:
 
 
 def _bound(
-    wanted: Wanted, text: str, bits: int | None, offers: Sequence[KernelOffer], kernels: str,
+    wanted: Wanted, text: str, bits: Bits, offers: Sequence[KernelOffer], kernels: str,
     left_out: list[dict[str, str]],
 ) -> list[Served]:  # fmt: skip
     record = resolve(parse_choice(text).label)

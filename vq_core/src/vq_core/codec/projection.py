@@ -15,11 +15,13 @@ where each of the three sums is below 2**24 by Cauchy-Schwarz while x and the ma
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import mlx.core as mx
 
+from vq_core.codec.rotation import random_orthogonal
 from vq_core.errors import UnsupportedShapeError
 
 HIGH, LOW = 2.0**11, 2.0**9
@@ -67,13 +69,16 @@ class Projection:
         norm = math.sqrt(largest) * (1 - 2.0**-10)
         scale = 2.0 ** math.ceil(math.log2(norm)) if norm > 0 else 1.0
         first, second = split(matrix.astype(mx.float32) / scale)
-        return cls((first / HIGH + second / (HIGH * LOW)) * scale, first, second, scale)
+        rounded = first / HIGH + second / (HIGH * LOW)
+        # Split again: what lies between two units may go to either, and a kernel splits the rounded matrix.
+        return cls(rounded * scale, *split(rounded), scale)
 
     def __call__(self, x: mx.array) -> mx.array:
         """x matrix^T.
 
         Args:
-            x: (..., D) float32, each row of norm about 1, at most 2: divide by the norm first.
+            x: (..., D) float32, each row of norm about 1: divide by the norm first. Sums are exact up to a norm of 2
+                for D up to 256, of 1.4 for 512.
 
         Returns:
             (..., R) float32, which for a row depends on nothing but that row.
@@ -95,3 +100,39 @@ def fold_sum(x: mx.array) -> mx.array:
         half //= 2
         x = x[..., :half] + x[..., half:]
     return x
+
+
+@attrs.frozen(eq=False)
+class DenseRotation:
+    """A random orthogonal matrix with exact sums both ways, for any head size up to 512.
+
+    Attributes:
+        forward: The matrix P.
+        back: P^T.
+    """
+
+    forward: Projection
+    back: Projection
+
+    @classmethod
+    def drawn(cls, dim: int, seed: int | Sequence[int] = 0) -> DenseRotation:
+        """From a seed, uniform over all rotations (:func:`vq_core.codec.rotation.random_orthogonal`).
+
+        Raises:
+            UnsupportedShapeError: a size below 1 or above 512.
+        """
+        forward = Projection.of(random_orthogonal(dim, seed))
+        return cls(forward, Projection.of(forward.matrix.T))
+
+    @property
+    def matrix(self) -> mx.array:
+        """(D, D) float32; ``x @ matrix.T`` is :meth:`rotate` but for rounding."""
+        return self.forward.matrix
+
+    def rotate(self, x: mx.array) -> mx.array:
+        """x P^T for rows (..., D) of norm about 1."""
+        return self.forward(x)
+
+    def undo(self, y: mx.array) -> mx.array:
+        """y P for rows (..., D) of norm about 1."""
+        return self.back(y)

@@ -1,0 +1,1 @@
+"""Kernels of the TurboQuant methods, and their snippets."""
