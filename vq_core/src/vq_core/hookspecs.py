@@ -205,12 +205,13 @@ def vq_attend(state: Any, side: Side) -> KeyAttention | ValueAttention | None:
 
 
 @hookspec(firstresult=True)
-def vq_snippet(state: Any, side: Side) -> Snippet | None:
+def vq_snippet(state: Any, side: Side) -> Snippet | str | None:
     """How fused attention reads this side's packed fields: :class:`vq_core.kernels.skeleton.snippet.Snippet`.
 
-    ``None``, or no implementation: attention takes plain operations, and the report says so.  With a snippet a decode
-    step is one launch and a merge, on every backend, for every shape, mask and partner on the other side.  The core
-    compares what the kernel gives with the plain operations before it uses it.
+    ``None``, or no implementation: attention takes plain operations, and the report says so.  A text in the place of a
+    snippet says why there is none, for settings that one cannot serve, and stands in the report too.  With a snippet a
+    decode step is one launch and a merge, on every backend, for every shape, mask and partner on the other side.  The
+    core compares what the kernel gives with the plain operations before it uses it.
 
     Args:
         state: From ``vq_prepare``.

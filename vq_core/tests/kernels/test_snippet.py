@@ -14,6 +14,7 @@ from vq_core import PackedKVCache
 from vq_core.api.facts import SIDES, PrepareContext
 from vq_core.attention import choice
 from vq_core.attention.choice import pair_of
+from vq_core.attention.verifying import pass_kernel
 from vq_core.errors import PluginError, UnsupportedShapeError
 from vq_core.kernels import Snippet
 from vq_core.kernels.skeleton.kernels import MERGE, pair
@@ -86,17 +87,34 @@ def test_the_tokens_that_are_scored_at_once(tokens: int, channels: int, page: in
     assert snippet(tokens=tokens, channels=channels).unit(page) == unit
 
 
-@pytest.mark.parametrize("given", [3, "text", Snippet])
-def test_a_hook_that_gives_something_else(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def odd(given: Any) -> Any:
+    """A method whose hook gives something of its own."""
     from types import SimpleNamespace
 
     from vq_core.api import MethodFacts, hookimpl
 
     hooks = {name: value for name, value in vars(partner).items() if name.startswith("vq_") and callable(value)}
     facts = MethodFacts("odd", "for tests", partner.PartnerSettings)
-    odd = hooks | {"vq_method": hookimpl(lambda: facts), "vq_snippet": hookimpl(lambda: given)}
-    with registered(SimpleNamespace(**odd)), pytest.raises(PluginError, match="must return a Snippet or None, it gave"):
+    hooks |= {"vq_method": hookimpl(lambda: facts), "vq_snippet": hookimpl(lambda: given)}
+    return registered(SimpleNamespace(**hooks))
+
+
+@pytest.mark.parametrize("given", [3, ("text",), Snippet])
+def test_a_hook_that_gives_something_else(given: Any) -> None:
+    with odd(given), pytest.raises(PluginError, match="must return a Snippet, a reason as text, or None; it gave"):
         binding.bind("odd", PrepareContext("keys", 2, 64, 64, "float16"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(None, "odd has no snippet for its keys"), ("no tables", "odd has no snippet for its keys: no tables")],
+)
+def test_a_hook_that_says_why_not(given: Any, said: str) -> None:
+    with odd(given):
+        bound = binding.bind("odd", PrepareContext("keys", 2, 64, 64, "float16"))
+        assert bound.snippet is None and bound.without_snippet == said
+        with pytest.raises(UnsupportedShapeError, match=f"^{said}$"):
+            pass_kernel(bound, bound)
 
 
 # ---- two of them

@@ -135,7 +135,7 @@ def _fit(keys: BoundSide, values: BoundSide, exact: mx.Dtype, key_fields: Dtypes
     matrix, matrix_why = _matrix(keys, values, exact, (*key_fields, *value_fields))
     for side in (keys, values):
         if side.snippet is None:
-            why = f"{side.choice.label} has no snippet for its {side.ctx.side}"
+            why = side.without_snippet
             return Fit(None, keys.backend, why, dense_why=why, matrix=matrix, matrix_why=matrix_why)
     sides = (_side(keys, key_fields, "k"), _side(values, value_fields, "v"))
     kernels, dense, why, dense_why = None, None, "", ""

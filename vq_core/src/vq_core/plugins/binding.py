@@ -56,6 +56,7 @@ class BoundSide:
     ``backend`` is where kernels run, ``None`` where they do not, for the reason ``no_backend``.  ``held`` is there
     where pages are held in a device form: ``layout`` is the form's, ``pack``, ``decode`` and ``attend`` work on it.
     ``artifact`` is the digest of the file that its constants come from, empty where they come from none.
+    ``no_snippet`` is the method's reason where it gave one in the place of a snippet.
     """
 
     record: MethodRecord
@@ -76,9 +77,16 @@ class BoundSide:
     no_backend: str = ""
     held: Held | None = None
     artifact: str = ""
+    no_snippet: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundSide:
         return self
+
+    @property
+    def without_snippet(self) -> str:
+        """Why fused attention cannot read this side, where it has no snippet."""
+        said = f"{self.choice.label} has no snippet for its {self.ctx.side}"
+        return f"{said}: {self.no_snippet}" if self.no_snippet else said
 
     @property
     def constants(self) -> list[mx.array]:
@@ -234,10 +242,13 @@ def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallbac
     )  # fmt: skip
     _note(chosen, both, "vq_encode", "vq_pack")
     _note(chosen, back, "vq_decode")
+    snippet = _snippet(manager, name, state, ctx)
     return BoundSide(
         record, choice, ctx, state, layout, (*chosen.values(), operation), attend,
         "positions" in pick.arguments["vq_decode"], start, encode, pack, back.run or decode, both.run,
-        _snippet(manager, name, state, ctx), *fused.backend_for(kernels), artifact=learnt.digest if learnt else "",
+        snippet if isinstance(snippet, Snippet) else None, *fused.backend_for(kernels),
+        no_snippet=snippet if isinstance(snippet, str) else "",
+        artifact=learnt.digest if learnt else "",
     )  # fmt: skip
 
 
@@ -249,11 +260,12 @@ def _note(chosen: dict[str, Operation], served: fused.Fused, *hooks: str) -> Non
         chosen[hook] = attrs.evolve(plain, implementation=said, declined=plain.declined + served.declined)
 
 
-def _snippet(manager: pluggy.PluginManager, name: str, state: Any, ctx: PrepareContext) -> Snippet | None:
-    """The method's part of fused attention, its constants evaluated."""
+def _snippet(manager: pluggy.PluginManager, name: str, state: Any, ctx: PrepareContext) -> Snippet | str | None:
+    """The method's part of fused attention, its constants evaluated; or why there is none."""
     found = _guarded(name, "vq_snippet", lambda: manager.hook.vq_snippet(state=state, side=ctx.side))
-    if found is not None and not isinstance(found, Snippet):
-        raise PluginError(f"method {name!r}: vq_snippet must return a Snippet or None, it gave {type(found).__name__}")
+    if found is not None and not isinstance(found, Snippet | str):
+        said = f"vq_snippet must return a Snippet, a reason as text, or None; it gave {type(found).__name__}"
+        raise PluginError(f"method {name!r}: {said}")
     mx.eval(state_arrays(found))
     return found
 

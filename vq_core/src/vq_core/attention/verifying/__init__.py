@@ -33,7 +33,7 @@ def pass_kernel(
     """
     for side in (keys, values):
         if side.snippet is None:
-            raise UnsupportedShapeError(f"{side.choice.label} has no snippet for its {side.ctx.side}")
+            raise UnsupportedShapeError(side.without_snippet)
     assert values.snippet is not None
     if values.snippet.finish is not None and values.attend is None:
         raise UnsupportedShapeError(
