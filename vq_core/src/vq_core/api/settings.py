@@ -63,7 +63,7 @@ def setting(
             wanted = said or f"a value of type {kind.__name__}"
             raise SettingsError(f"{attribute.name}={value!r} is not accepted: {attribute.name} must be {wanted}")
 
-    return attrs.field(default=default, validator=check, metadata={"help": help, "accepted": said})
+    return attrs.field(default=default, validator=check, metadata={"help": help, "accepted": said, "choices": choices})
 
 
 @attrs.frozen
