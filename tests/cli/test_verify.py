@@ -19,11 +19,6 @@ from ..host_mlx_lm.conftest import IDENTITY
 KERNELS = {
     "core": ["attend_merge", "attend_merge_apart", "pack_bits", "sign_hadamard", "unpack_bits"],
     "example": ["attend_example_2_4_8_example_1_4_8_64_64_h_u32hfu32hf"],
-    "vecinfer": [
-        *(f"attend_vecinfer_2_{s}_8_64_1_vecinfer_1_{s}_8_64_1_64_64_h_u32fu32f" for s in (2, 4, 8)),
-        "attend_vecinfer_mean_2_4_10_64_1_vecinfer_mean_1_4_10_64_1_64_64_h_u32ffu32ff",
-        *(f"vecinfer_{what}" for what in ("dequantize", "quantize")),
-    ],
     "kivi": [
         *(f"attend_kivi_keys_{b}_32_kivi_values_{b}_32_64_64_h_u32hhu32hh" for b in (2, 3, 4, 8)),
         *(f"attend_matrix_kivi{b}_k64_kivi{b}_v64_float16" for b in (2, 4, 8)),

@@ -346,3 +346,8 @@ def test_a_stand_in_is_of_no_model(tmp_path: Path) -> None:
     assert binding.bind(stand_in, attrs.evolve(CONTEXT, layer=None, model=None)).artifact
     with pytest.raises(SettingsError, match=r"is of no model \(a stand-in\), not of tiny 1"):
         binding.bind(stand_in, CONTEXT)
+
+
+def test_a_stand_in_for_no_shape_is_refused() -> None:
+    with pytest.raises(UnsupportedShapeError, match="a stand-in needs a shape"):
+        completed("learnt", [])

@@ -25,7 +25,7 @@ from vq_core.demo import MODEL_PATH, heldout_text
 from vq_core.evaluate.divergence import divergences
 from vq_core.hosts.mlx_lm import compressed, identity, load, observe
 from vq_core.plugins import binding
-from vq_core.testing import ProtocolConformance, TrimmingConformance
+from vq_core.testing import ProtocolConformance
 from vq_core.testing.kit import round_trip
 
 FILE = Path(__file__).parent / "artifacts/demo.vqa"
@@ -43,9 +43,8 @@ def again(tmp_path_factory: Any) -> Path:
     """The documented command, with a file of its own to write."""
     command = (__doc__ or "").partition("vq calibrate")[2].partition("\n\n")[0].replace("\\\n", " ")
     words = shlex.split(command)
-    root = Path(vq_core.__file__).parent.parent.parent.parent
     out = tmp_path_factory.mktemp("made") / "demo.vqa"
-    words[words.index("--text") + 1] = str(root / words[words.index("--text") + 1])
+    words[words.index("--text") + 1] = str(MODEL_PATH.parent / "prompt.txt")  # wherever it is installed
     words[words.index("--out") + 1] = str(out)
     done = CliRunner().invoke(app, ["calibrate", *words])
     assert done.exit_code == 0, done.output
@@ -132,7 +131,7 @@ def test_another_model_is_refused(model: Any) -> None:
         vq_core.compress(other, method=TEXT)
 
 
-class TestDemoArtifact(ProtocolConformance, TrimmingConformance):
+class TestDemoArtifact(ProtocolConformance):
     """The kit's caches as layer 1 of the model that ships, with its own constants: 2 heads of 64."""
 
     method = TEXT

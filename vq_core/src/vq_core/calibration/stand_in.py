@@ -60,16 +60,17 @@ def _made(label: str, version: str, text: str, shapes: tuple[tuple[int, int], ..
     record, settings = artifact.chosen(f"{label}:{text.partition(':')[2]}" if ":" in text else label)
     assert record.facts is not None
     made = {}
+    refused: UnsupportedShapeError | None = None
     for side in record.facts.sides:
         for heads, dim in shapes:
             ctx = PrepareContext(side=side, kv_heads=heads, key_dim=dim, value_dim=dim, dtype="float16")
             try:
                 given = _random(heads, dim, -(-numbers // (heads * dim)))
                 made[Place.of(ctx)] = learn(record, settings, ctx, given, f"{side} of {heads} heads of {dim}")
-            except UnsupportedShapeError:
-                continue
+            except UnsupportedShapeError as error:
+                refused = error
     if not made:
-        raise UnsupportedShapeError(f"method {label!r} refuses every one of the shapes {shapes}")
+        raise refused or UnsupportedShapeError("a stand-in needs a shape: give KV heads and a head size")
     learnt = {
         "vq_core": vq_core.__version__, "tokens": numbers, "text": "N(0, 1)", "samples": numbers, "seed": 0,
         "rounds": ROUNDS,
