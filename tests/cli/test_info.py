@@ -25,3 +25,20 @@ def test_fields_of_the_sequence_are_told(vq: Vq) -> None:
         status, out, _ = vq("info", "centred", "--head-dim", 64)
     assert status == 0
     assert "8 codes + 0.5 metadata = 8.5 bits per element, and 256 bytes a KV head once a sequence" in out
+
+
+def test_head_sizes_and_other_models_are_told(vq: Vq) -> None:
+    """A size that is refused is none of those that are named, and wider scales of other models are no surprise."""
+    for method, least, last in (
+        ("turboquant_mse", "4.125", "512"), ("turboquant_prod", "4.25", "512"), ("qjl", "2.125", "512"),
+        ("turboquant_rvq", "4.125", "512, 640, 768, 896, 1024"),
+    ):  # fmt: skip
+        status, out, _ = vq("info", method)
+        said = " ".join(out.split())
+        more = {"4.125": "4.25", "4.25": "4.5", "2.125": "2.25"}[least]
+        assert status == 0 and f"head sizes 1 to {last} " in said, said
+        assert f"= {least} bits per element; {more} in bfloat16 models; {more} in float32 models" in said
+    _, out, _ = vq("info", "kivi")
+    assert "bfloat16" not in out and "; 4 in float32 models" in " ".join(out.split())
+    status, out, _ = vq("info", "qjl", "--head-dim", 513)
+    assert status == 0 and "refused" in out

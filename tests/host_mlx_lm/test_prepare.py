@@ -487,6 +487,27 @@ def test_the_report_is_json(compress: Any, generate: Any) -> None:
     assert made["bytes"]["ratio"] == pytest.approx(made["bytes"]["fp16"] / made["bytes"]["held"], abs=1e-4)
 
 
+def test_constants_that_layers_share_count_once(compress: Any, generate: Any) -> None:
+    """Layers of one shape share a method's constants, as long as their caches live and after that."""
+    import json
+    from pathlib import Path
+
+    from vq_core.testing import load_plugin, registered
+
+    model = build("llama", num_hidden_layers=3)
+    with registered(load_plugin(Path(__file__).parent.parent / "methods" / "sign_sketch.py")):
+        handle = compress(model, None, keys="sign_sketch", values="identity", residual=8)
+        caches = handle.make_cache()
+        generate(model, prompt(60), steps=5, prompt_cache=caches)
+        alive = handle.report()
+        del caches
+        for report in (alive, handle.report()):
+            one = {layer.bytes.constants for layer in report.packed_layers}
+            assert len(report.packed_layers) == 3 and len(one) == 1 and one != {0}
+            assert {report.bytes.constants} == one
+            assert {json.loads(json.dumps(report.as_dict()))["bytes"]["constants"]} == one
+
+
 @pytest.mark.parametrize("dense", ["auto", "lazy"])
 def test_a_tag_lost_in_a_compiled_function_shows(compress: Any, generate: Any, monkeypatch: Any, dense: str) -> None:
     """One layer hands keys and values to mx.compile, whose arguments are plain arrays inside."""

@@ -186,6 +186,16 @@ def test_the_mean_is_of_the_first_block() -> None:
     assert np.isclose(again[0, 1, 7], left, atol=1e-5) and again[0, 0, 5] == 0 and np.isfinite(again).all()
 
 
+@pytest.mark.parametrize("size", [1e25, 3e38, np.inf])
+def test_one_token_without_a_norm_leaves_the_others(size: float) -> None:
+    """A token whose squares overflow, among those of the mean, reads as no numbers and spoils no other."""
+    x = np.random.default_rng(12).standard_normal((64, 64))
+    x[3] = size
+    got = decoded(bound("bits=4,mean=first", 64), x)
+    assert not np.isfinite(got[3]).any() and np.isfinite(np.delete(got, 3, axis=0)).all()
+    assert error(np.delete(got, 3, axis=0), np.delete(x, 3, axis=0)) < 0.02
+
+
 # ---- constants
 
 

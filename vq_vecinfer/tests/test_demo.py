@@ -123,6 +123,20 @@ def test_a_saved_cache_goes_on_with_its_artifact_and_with_no_other(model: Any, t
         vq_core.load_cache(saved)
 
 
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_what_is_far_away(side: Side) -> None:
+    """One loud channel: in the stored basis never farther away than zeros; in keys themselves it may be, by README."""
+    x = mx.broadcast_to((mx.eye(64) * 5)[None, None], (1, 2, 64, 64)).astype(mx.float16)
+    worst = 0.0
+    for layer in range(3):
+        ctx = PrepareContext(side, 2, 64, 64, "float16", layer, model=artifact.read(FILE).model)
+        bound = binding.bind(TEXT, ctx, kernels="off")
+        stored, got = bound.state.stored(x, {}), bound.state.unit(pack(bound, x))
+        assert ((got - stored).square().sum(-1) <= stored.square().sum(-1) * (1 + 1e-5)).all()
+        worst = max(worst, float(np.array((round_trip(bound, x) - x).square().sum(-1) / 25).max()))
+    assert worst <= 1 + 1e-3 if side == "values" else 1.5 < worst < 2.6, worst
+
+
 def test_another_model_is_refused(model: Any) -> None:
     other, _ = load(MODEL_PATH)
     with pytest.raises(SettingsError, match=r"layer 0.*is of the model llama .*, not of llama "):

@@ -132,7 +132,9 @@ FACTS = MethodFacts(
     paper="arXiv 2406.03482",
     settings=QjlSettings,
     sides=("keys",),
-    capabilities=Capabilities(scale_equivariant=True, gaussian_error=_gaussian_error),
+    capabilities=Capabilities(
+        head_dims=tuple(range(1, MOST + 1)), scale_equivariant=True, gaussian_error=_gaussian_error
+    ),
     verified=("bits=1", "bits=2"),
 )
 

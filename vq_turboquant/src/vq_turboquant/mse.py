@@ -19,7 +19,8 @@ So ``auto``, the default, is matched for keys, which is never far from the best,
 **Mean.** ``first``: the mean of each head's first 32 packed tokens is kept once a sequence, and what is coded is what
 differs from it.  This is exact: the mean is added back wherever a token is read.  It helps keys with channels far from
 zero (output error .33 to .11 at 3 bits), which rotary embeddings leave only in slowly rotating channels, and values
-under diffuse attention; it packs in blocks of 32 tokens and costs 64 bits a channel once a sequence.
+under diffuse attention; it packs in blocks of 32 tokens and costs 64 bits a channel once a sequence.  One token far
+out among those 32 moves the mean for all that follow by a 32nd of itself: ``sink_tokens`` keeps the first ones apart.
 
 Bits per stored number: ``bits + 16 / D`` for float16 models, ``bits + 32 / D`` for others, for whole ``bits``.  **2.5
 and 3.5 count everything**: D / 2 - 32 channels have one bit more than the rest, each of the two groups has a rotation
@@ -35,7 +36,7 @@ head size whose codes fill no whole 32-bit words stores up to the next that does
 What numbers do: norms are taken in float32. A scale that float16 cannot hold is its largest number; above a norm of
 1e19 (float32 and bfloat16 models) the squares overflow, and that vector reads as no numbers, as one that holds NaN
 or infinities does.
-A vector whose scale is too small to be stored reads as zero.
+A vector whose scale is too small to be stored reads as zero, or as the mean where one is removed.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ FACTS = MethodFacts(
     summary="random rotation, Lloyd-Max codes of 1 to 4 bits, one scale a vector",
     paper="arXiv 2504.19874",
     settings=MseSettings,
-    capabilities=Capabilities(scale_equivariant=True, gaussian_error=_gaussian_error),
+    capabilities=Capabilities(
+        head_dims=tuple(range(1, MOST + 1)), scale_equivariant=True, gaussian_error=_gaussian_error
+    ),
     verified=("bits=1", "bits=2", "bits=3", "bits=4"),
 )
 
@@ -232,11 +235,15 @@ def vq_layout(state: MseState) -> Layout:
 
 @hookimpl
 def vq_start(state: MseState, x: mx.array) -> Mapping[str, mx.array]:
-    """Mean of the first block's finite numbers, as it is and in the stored basis."""
+    """Mean of the first block's numbers, as it is and in the stored basis.
+
+    Those whose squares float32 cannot hold are left out, as NaN and infinities are: what is left of the other tokens
+    after such a mean would have no norm either.
+    """
     if not state.mean:
         return {}
     x = x.astype(mx.float32).swapaxes(-1, -2)
-    finite = mx.isfinite(x)
+    finite = x.square() < mx.inf  # False for NaN
     total, count = fold_sum(mx.where(finite, x / BLOCK, 0)), finite.sum(axis=-1, keepdims=True)
     mean = (total * (BLOCK / mx.maximum(count, 1)))[..., 0]
     # One vector at a time, as a product of broadcast rows: a matrix product may round otherwise for other batches.

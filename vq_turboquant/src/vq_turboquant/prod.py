@@ -48,7 +48,7 @@ from vq_core.api.attend import Tile
 from vq_core.codec.bits import pack_bits, unpack_bits
 from vq_core.codec.codebook import boundaries, count_below, gaussian_centroids, gaussian_error
 from vq_core.codec.hadamard import SignHadamard, normaliser
-from vq_core.codec.projection import HIGH, LOW, DenseRotation, Projection, fold_sum
+from vq_core.codec.projection import HIGH, LOW, MOST, DenseRotation, Projection, fold_sum
 from vq_core.codec.rotation import gaussian_matrix, orthogonal_sketch
 from vq_core.kernels import KernelOffer, Snippet
 from vq_turboquant.parts import rotation_for
@@ -158,7 +158,7 @@ def vq_method() -> MethodFacts:
         Settings,
         sides=("keys",),
         paper="arXiv 2504.19874",
-        capabilities=Capabilities(scale_equivariant=True, gaussian_error=_error),
+        capabilities=Capabilities(head_dims=tuple(range(1, MOST + 1)), scale_equivariant=True, gaussian_error=_error),
         verified=("bits=4", "bits=3", "bits=2", "bits=1"),
     )
 

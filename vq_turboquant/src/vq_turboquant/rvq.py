@@ -61,6 +61,8 @@ from vq_core.kernels import KernelOffer, Snippet
 from vq_turboquant.parts import rotation_for
 from vq_turboquant.scale import filled, root, unit_vectors
 
+HEAD_DIMS = (*range(1, 513), 640, 768, 896, 1024)
+"""All that a dense matrix serves, and above them those with a Hadamard matrix."""
 BITS = ("1+1", "2+2", "3+3", "4+4")
 ERRORS = {"laplace": (0.1338, 0.0260, 0.00270, 0.00034), "fitted": (0.1306, 0.0197, 0.00194, 0.00018)}
 
@@ -153,6 +155,7 @@ class State:
 def vq_method() -> MethodFacts:
     """Facts."""
     can = Capabilities(
+        head_dims=HEAD_DIMS,
         scale_equivariant=True,
         gaussian_error=lambda s, d: 1.05 * ERRORS[s.stage2][BITS.index(s.bits)],
     )

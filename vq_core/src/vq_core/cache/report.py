@@ -65,6 +65,7 @@ class LayerReport:
         operations: For each side and hook the implementation that runs, and why earlier ones do not.
         sliding: The window of a layer that attends to its newest tokens only.
         notes: What the user should know, in words.
+        constants: The methods' shared arrays themselves, by which a whole model's report counts each once.
     """
 
     layer: int | None
@@ -82,10 +83,11 @@ class LayerReport:
     operations: tuple[str, ...] = ()
     sliding: int | None = None
     notes: tuple[str, ...] = ()
+    constants: tuple[Any, ...] = attrs.field(default=(), eq=False, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        made = attrs.asdict(self)
+        made = attrs.asdict(self, filter=lambda a, _: a.name != "constants")
         made["bytes"] |= {"held": self.bytes.held, "ratio": round(self.bytes.ratio, 4)}
         return made
 
@@ -115,7 +117,7 @@ def describe(
     return LayerReport(
         layer, policy.keys.text, policy.values.text, tokens, packed, exact, approximate, _bytes(history),
         reads.updates, reads.packed, reads.lost, _tier(policy, history, reads), _operations(history), sliding,
-        tuple(notes),
+        tuple(notes), tuple(a for bound in history.bound.values() for a in bound.constants),
     )  # fmt: skip
 
 

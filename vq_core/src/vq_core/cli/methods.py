@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console
 
@@ -140,7 +140,7 @@ def _print_settings(console: Console, facts: MethodFacts) -> None:
 
 def _capabilities(facts: MethodFacts, settings: Any, head_dim: int) -> Iterator[tuple[str, str]]:
     able = facts.capabilities
-    yield "head sizes", "every size" if able.head_dims is None else ", ".join(map(str, able.head_dims))
+    yield "head sizes", "every size" if able.head_dims is None else _sizes(able.head_dims)
     yield "exact", "decodes to the input bit for bit" if able.exact else "no"
     if able.needs_calibration:
         yield "calibration", "needed: it refuses to run without an artifact, which `vq calibrate` learns from the model"
@@ -151,24 +151,45 @@ def _capabilities(facts: MethodFacts, settings: Any, head_dim: int) -> Iterator[
         yield "error", f"relative squared error on N(0, 1) at most {bound:.4g} at head size {head_dim}"
 
 
+def _sizes(sizes: Sequence[int]) -> str:
+    """Sizes in their order, three and more neighbours as one: 1 to 512, 640."""
+    runs: list[list[int]] = []
+    for size in sorted(sizes):
+        if runs and size == runs[-1][-1] + 1:
+            runs[-1].append(size)
+        else:
+            runs.append([size])
+    parts = (f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return ", ".join(parts)
+
+
 def _bits(facts: MethodFacts, text: str, head_dim: int) -> Iterator[tuple[str, str]]:
     """Bits per stored number of each side, or why they cannot be told here."""
     from vq_core.api import PrepareContext, VQError
 
     for side in facts.sides:
-        context = PrepareContext(side=side, kv_heads=8, key_dim=head_dim, value_dim=head_dim, dtype="float16")
+        contexts = {
+            dtype: PrepareContext(side=side, kv_heads=8, key_dim=head_dim, value_dim=head_dim, dtype=dtype)
+            for dtype in ("float16", "bfloat16", "float32")
+        }
         try:
-            layout = _layout(text, context)
+            layouts = {dtype: _layout(text, context) for dtype, context in contexts.items()}
         except VQError as error:
             # Refusing a head size or asking for calibration is an answer; the rest of the page still helps.
             said = f"refused: {error}"
         except ImportError as error:
             said = f"needs MLX ({error}); see `vq doctor`"
         else:
+            layout = layouts["float16"]
             codes, metadata = layout.bits_per_element(head_dim)
             said = f"{codes:.4g} codes + {metadata:.4g} metadata = {codes + metadata:.4g} bits per element"
             if layout.sequence:
                 said += f", and {sum(f.nbytes for f in layout.sequence):,} bytes a KV head once a sequence"
+            # Scales of other models may be wider: a figure of float16 alone would be too low for them.
+            for dtype, other in layouts.items():
+                bits = sum(other.bits_per_element(head_dim))
+                if bits != codes + metadata:
+                    said += f"; {bits:.4g} in {dtype} models"
         yield f"{side} (head size {head_dim})", said
 
 

@@ -39,7 +39,7 @@ def hadamard_sizes(dim: int) -> tuple[int, int]:
             return m, dim // m
     raise UnsupportedShapeError(
         f"a Hadamard transform of size {dim}: accepted are m * 2**k with m of 1, 12, 20 and 28, such as 64, 80, 96, "
-        f"112, 128, 160, 192, 224 and 256; a dense rotation (haar) takes any size"
+        f"112, 128, 160, 192, 224 and 256; a dense rotation (haar) takes any size up to 512"
     )
 
 

@@ -72,9 +72,11 @@ class ModelReport:
 
     @property
     def bytes(self) -> Bytes:
-        """Sums over our layers."""
+        """Sums over our layers; constants that several layers share count once."""
         kinds = [f.name for f in attrs.fields(Bytes)]
-        return Bytes(**{kind: sum(getattr(r.bytes, kind) for r in self.packed_layers) for kind in kinds})
+        sums = {kind: sum(getattr(r.bytes, kind) for r in self.packed_layers) for kind in kinds}
+        shared = {id(a): a.nbytes for r in self.packed_layers for a in r.constants}
+        return Bytes(**sums | {"constants": sum(shared.values())})
 
     @property
     def native_bytes(self) -> int:
