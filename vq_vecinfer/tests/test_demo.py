@@ -26,7 +26,7 @@ from vq_core.evaluate.divergence import divergences
 from vq_core.hosts.mlx_lm import compressed, identity, load, observe
 from vq_core.plugins import binding
 from vq_core.testing import ProtocolConformance
-from vq_core.testing.kit import round_trip
+from vq_core.testing.kit import pack, round_trip
 
 FILE = Path(__file__).parent / "artifacts/demo.vqa"
 SETTINGS = "sub=8,centroids=256"
