@@ -34,7 +34,7 @@ PAIRS = {
 VQ_FN uint2 mse_SIDE_pairs(uint word, uint l) {
   const uint some = ((l & 1u) != 0u ? word >> 2 : word) & 0x33333333u;
   const uint high = vq_permute(HIGH, 0u, l < 2u ? some : vq_permute(some, 0u, 0x4432u));
-  return vq_uint2(vq_permute(high, LOW, 0x2404u), (high & 0xff00ff00u) | LOW);
+  return vq_uint2(vq_permute(high, LOW, 0x2404u), vq_permute(high, LOW, 0x3414u));
 }
 """,
     4: """
@@ -188,7 +188,7 @@ def _tables(bits: int) -> dict[str, str]:
     sizes = codebook(bits).sizes
     if bits == 2:
         both = [n ^ 0x8000 for n in reversed(sizes)] + list(sizes)
-        return {"HIGH": word([n >> 8 for n in both]), "LOW": word([sizes[0] & 255, 0, sizes[0] & 255, 0])}
+        return {"HIGH": word([n >> 8 for n in both]), "LOW": word([sizes[0] & 255])}
     low, high = [n & 255 for n in sizes], [n >> 8 for n in sizes]
     return {"LOWER": word(low[4:]), "HIGHER": word(high[4:]), "LOW": word(low[:4]), "HIGH": word(high[:4])}
 

@@ -188,10 +188,9 @@ PLAIN = {
 }
 """Queries as the model gives them."""
 PREPARED = {
-    "OWN": "\n  VQ_LOCAL(float2, turned, PAIRS);",
-    "READ": """const float2 both = vq_view<float2>(prepared)[first + 4u * p];
-    turned[p] = both;""",
-    "AGAIN": "turned[p]",
+    "OWN": "",
+    "READ": "const float2 both = vq_view<float2>(prepared)[first + 4u * p];",
+    "AGAIN": "vq_view<float2>(prepared)[first + 4u * p]",
 }
 """In the basis that the keys are stored in."""
 
