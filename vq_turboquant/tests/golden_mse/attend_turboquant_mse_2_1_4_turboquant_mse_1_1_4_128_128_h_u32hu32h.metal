@@ -5,6 +5,12 @@
 #define VQ_UNROLL _Pragma("clang loop unroll(full)")
 #define VQ_FN inline
 inline float2 vq_float2(float x, float y) { return float2(x, y); }
+template <typename U, typename T> inline const device U* vq_view(const device T* p) { return (const device U*)p; }
+template <typename U, typename T> inline const constant U* vq_view(const constant T* p) { return (const constant U*)p; }
+template <typename U, typename T> inline device U* vq_view(device T* p) { return (device U*)p; }
+template <typename U, typename T> inline threadgroup U* vq_view(threadgroup T* p) { return (threadgroup U*)p; }
+template <typename U, typename T> inline bool vq_aligned(const device T* p) { return reinterpret_cast<ulong>(p) % alignof(U) == 0; }
+template <typename U, typename T> inline bool vq_aligned(const constant T* p) { return reinterpret_cast<ulong>(p) % alignof(U) == 0; }
 VQ_FN void k_numbers(VQ_GLOBAL(uint) codes, VQ_GLOBAL(half) scale, int t, int c, VQ_LOCAL_PTR(float) u) {
 const int N = 2; const int bits0 = 1; const int W = 4;
 for (int i = 0; i < 2; ++i) {
@@ -36,6 +42,27 @@ u[i * 8 + j] = as_type<float>(1070350897u | (~code & 1u) << 31);
 VQ_FN float2 v_affine(VQ_GLOBAL(uint) codes, VQ_GLOBAL(half) scale, int t, int c) {
 const int N = 1; const int bits0 = 1; const int W = 4;
 return vq_float2(float(scale[t]), 0.0f);
+}
+VQ_FN float2 exact_both(uint pair) {
+const half2 both = as_type<half2>(pair);
+return vq_float2(float(both.x), float(both.y));
+}
+VQ_FN void exact_run(VQ_GLOBAL(half) from, bool wide, VQ_LOCAL_PTR(float) u) {
+if (wide) {
+const uint4 four = vq_view<uint4>(from)[0];
+const float2 a = exact_both(four.x), b = exact_both(four.y), c = exact_both(four.z), d = exact_both(four.w);
+u[0] = a.x;
+u[1] = a.y;
+u[2] = b.x;
+u[3] = b.y;
+u[4] = c.x;
+u[5] = c.y;
+u[6] = d.x;
+u[7] = d.y;
+} else {
+VQ_UNROLL
+for (int j = 0; j < 8; ++j) u[j] = float(from[j]);
+}
 }
 template <typename Q, int M>
 [[kernel]] void custom_kernel_attend_turboquant_mse_2_1_4_turboquant_mse_1_1_4_128_128_h_u32hu32h__float16_t_1_float16_t_float_int32_t_float_float16_t_float16_t_float16_t_float16_t_int32_t_int32_t_uint32_t_float16_t_uint32_t_float16_t_uint32_t_float_float(
@@ -115,6 +142,7 @@ const uint above = (b * H + head) * (old ? uint(sink_k_shape[2]) : width) + plac
 const int column = old ? pad - hidden + int(place) : int(length) - int(width) + int(place);
 VQ_GLOBAL(half) from_k = (old ? sink_k : exact_k) + above * 128u;
 VQ_GLOBAL(half) from_v = (old ? sink_v : exact_v) + above * 128u;
+const bool wide = vq_aligned<uint4>(from_k) && vq_aligned<uint4>(from_v);
 VQ_LOCAL(float, f, 1 * M);
 VQ_UNROLL
 for (int i = 0; i < 1 * M; ++i) f[i] = 0.0f;
@@ -125,8 +153,7 @@ for (int more = 0; more < 8; ++more) {
 const int c = c0 + more * 8, t = along;
 {
 VQ_LOCAL(float, u, 8);
-VQ_UNROLL
-for (int j = 0; j < 8; ++j) u[j] = float(from_k[min(t, int(count) - 1) * 128 + c + j]);;
+exact_run(from_k + min(t, int(count) - 1) * 128 + c, wide, u);
 VQ_UNROLL
 for (int j = 0; j < 8; ++j) {
 VQ_UNROLL
@@ -183,8 +210,7 @@ VQ_UNROLL
 for (int more = 0; more < 8; ++more) {
 const int t = t0 + more * 2, c = run_channel;
 VQ_LOCAL(float, u, 8);
-VQ_UNROLL
-for (int j = 0; j < 8; ++j) u[j] = float(from_v[t * 128 + c + j]);;
+exact_run(from_v + t * 128 + c, wide, u);
 VQ_UNROLL
 for (int i = 0; i < 1; ++i) {
 VQ_UNROLL
@@ -200,8 +226,7 @@ for (int j = 0; j < 8; ++j) sums_of[m * RUN + j] += weight * u[i * 8 + j];
 for (int t = int(run_token) * 1; t < int(count); t += 2) {
 const int c = run_channel;
 VQ_LOCAL(float, u, 8);
-VQ_UNROLL
-for (int j = 0; j < 8; ++j) u[j] = float(from_v[t * 128 + c + j]);;
+exact_run(from_v + t * 128 + c, wide, u);
 VQ_UNROLL
 for (int i = 0; i < 1; ++i) {
 VQ_UNROLL

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from vq_core.kernels.device_form import DeviceForm
 from vq_core.kernels.skeleton.snippet import Snippet
-from vq_turboquant.kernels import mse_device, mse_matrix
+from vq_turboquant.kernels import mse_device, mse_matrix, mse_order
+from vq_turboquant.kernels.mse import PACK
 from vq_turboquant.mse import MseState, no_tiles
 
 HEADER = """
@@ -76,6 +77,8 @@ FORMS = (
         layout=mse_device.layout,
         to_device=mse_device.to_device,
         from_device=mse_device.from_device,
+        kernels=(*PACK.values(), *mse_order.ORDER.values()),
+        run=mse_order.pack,
         matrix=mse_matrix.snippet,
         snippet=snippet,
         declines=no_tiles,
