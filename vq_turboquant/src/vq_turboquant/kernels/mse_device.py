@@ -13,8 +13,10 @@ and i = 1 in the second.
 Within a word codes lie so that they are found by permutations of bytes, four at once:
 
 * 2 bits: j = 4 x + 2 y + o is in bits 16 x + 2 y + 4 (o + 2 b) and the next;
-* 4 bits: code n = 2 j + b has its size, 0 to 7, in the first three bits of nibble n.  The fourth bit of nibble
-  2 n + 1 (n below 4) or 2 n - 8 is 1 where it is below zero.
+* 4 bits: code n = 2 j + b, if its centroid is below zero, is in the first three bits of nibble n; else 15 less the
+  code is, and the fourth bit of nibble 2 n + 1 (n below 4) or 2 n - 8 is 1.
+
+A word of zeros is codes of zero in both orders: a page's rest is alike.
 
 Scale of keys: [g][i][a].  Of values: [t][i][a][b].
 """
@@ -127,9 +129,9 @@ def _bits_placed(bits: int, codes: mx.array) -> mx.array:
     """Codes (..., codes of a word), each where it lies in the word."""
     if bits == 2:
         return mx.left_shift(codes, _first_bits(bits))
-    below = codes < 8
-    size = mx.where(below, 7 - codes, codes - 8).astype(mx.uint32)
-    return mx.left_shift(size, _first_bits(bits)) | mx.left_shift(below.astype(mx.uint32), _sign_bits())
+    above = codes >= 8
+    size = mx.where(above, 15 - codes, codes).astype(mx.uint32)
+    return mx.left_shift(size, _first_bits(bits)) | mx.left_shift(above.astype(mx.uint32), _sign_bits())
 
 
 def _bits_taken(bits: int, words: mx.array) -> mx.array:
@@ -137,5 +139,5 @@ def _bits_taken(bits: int, words: mx.array) -> mx.array:
     found = mx.right_shift(words, _first_bits(bits))
     if bits == 2:
         return found & mx.array(3, mx.uint32)
-    size, below = found & mx.array(7, mx.uint32), mx.right_shift(words, _sign_bits()) & mx.array(1, mx.uint32)
-    return mx.where(below != 0, 7 - size, 8 + size).astype(mx.uint32)
+    size, above = found & mx.array(7, mx.uint32), mx.right_shift(words, _sign_bits()) & mx.array(1, mx.uint32)
+    return mx.where(above != 0, 15 - size, size).astype(mx.uint32)

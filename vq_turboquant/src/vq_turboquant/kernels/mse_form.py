@@ -14,7 +14,7 @@ VQ_FN int mse_SIDE_code(uint word, int j, int b) { return CODE; }
 CODE = {
     2: "int(word >> uint(16 * (j / 4) + 2 * (j / 2 & 1) + 4 * ((j & 1) + 2 * b)) & 3u)",
     4: "(word >> uint(j < 2 ? 16 * j + 8 * b + 7 : 16 * j + 8 * b - 29) & 1u) != 0u"
-    " ? 7 - int(word >> uint(8 * j + 4 * b) & 7u) : 8 + int(word >> uint(8 * j + 4 * b) & 7u)",
+    " ? 15 - int(word >> uint(8 * j + 4 * b) & 7u) : int(word >> uint(8 * j + 4 * b) & 7u)",
 }
 PLACE = """
   int at = chunk * 128 + lane * 4 + i * 2 + a, j = place;

@@ -189,7 +189,8 @@ def _tables(bits: int) -> dict[str, str]:
     if bits == 2:
         both = [n ^ 0x8000 for n in reversed(sizes)] + list(sizes)
         return {"HIGH": word([n >> 8 for n in both]), "LOW": word([sizes[0] & 255])}
-    low, high = [n & 255 for n in sizes], [n >> 8 for n in sizes]
+    # Below zero, the largest first; a bit of the word turns the sign.
+    low, high = [n & 255 for n in reversed(sizes)], [n >> 8 | 0x80 for n in reversed(sizes)]
     return {"LOWER": word(low[4:]), "HIGHER": word(high[4:]), "LOW": word(low[:4]), "HIGH": word(high[:4])}
 
 

@@ -36,8 +36,8 @@ for (uint j = 0u; j < places; ++j) {
     if (bits == 2) {
       found |= (code & 3u) << (16u * (j / 4u) + 2u * (j / 2u & 1u) + 4u * ((j & 1u) + 2u * b));
     } else {
-      const uint k = 2u * j + b, below = (code >> 3 & 1u) ^ 1u, size = (below != 0u ? ~code : code) & 7u;
-      found |= size << (4u * k) | below << (k < 4u ? 8u * k + 7u : 8u * k - 29u);
+      const uint k = 2u * j + b, above = code >> 3 & 1u, size = (above != 0u ? ~code : code) & 7u;
+      found |= size << (4u * k) | above << (k < 4u ? 8u * k + 7u : 8u * k - 29u);
     }
   }
 }
