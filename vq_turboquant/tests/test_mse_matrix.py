@@ -14,10 +14,10 @@ from vq_core.api import SIDES, PrepareContext, Side
 from vq_core.attention.verifying.matrix import matrix_kernel
 from vq_core.codec.codebook import gaussian_centroids
 from vq_core.errors import PluginError, UnsupportedShapeError
-from vq_core.kernels import Kernel, nvrtc
+from vq_core.kernels import Case, Kernel, nvrtc
 from vq_core.kernels.growth import grows
 from vq_core.kernels.simulated import Simulated
-from vq_core.kernels.skeleton.matrix import matrix_pass, scale_bits
+from vq_core.kernels.skeleton.matrix import matrix_pass, merged, scale_bits
 from vq_core.kernels.verify import build_ahead, same_bits, verify
 from vq_core.plugins.binding import BoundSide, bind
 from vq_turboquant import mse
@@ -195,13 +195,11 @@ def test_the_pass_is_float32_attention_within_its_bound(kernel: Kernel) -> None:
     assert sorted(errors.values())[len(errors) // 2] > 1e-5  # it is not the reference that was measured
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_packed_tokens_alone(bits: int, dtype: str) -> None:
-    """The pass without exact tokens, on vectors of all sizes, zero ones among them, against their decoded numbers."""
+def alone(key_bits: int, value_bits: int, dtype: str = "float16") -> Kernel:
+    """The pass without exact tokens, on one cache: vectors of all sizes, zero ones among them."""
     B, H, n, D, R, L = 1, 2, 96, 64, 3, 2
-    rng = np.random.default_rng(bits)
-    states = [state_of(f"bits={bits}", side, D) for side in SIDES]
+    rng = np.random.default_rng(key_bits)
+    states = [state_of(f"bits={bits}", side, D) for side, bits in zip(SIDES, (key_bits, value_bits), strict=True)]
     fields, dense = [], []
     for state in states:
         x = rng.standard_normal((B, H, 128, D)) * np.exp(rng.standard_normal((B, H, 128, 1)))
@@ -210,18 +208,29 @@ def test_packed_tokens_alone(bits: int, dtype: str) -> None:
         dense.append(np.array(mse.vq_decode(state, rows), np.float64)[:, :, :n])
         fields += mse_device.to_device(state, rows).values()
     q = mx.array(rng.standard_normal((B, H * R, L, D)).astype(np.float32)).astype(getattr(mx, dtype))
-    kernel = matrix_pass(*map(mse_matrix.snippet, states), cases=lambda: (), equals=lambda *a, **b: ())
+    scores = np.array(q.astype(mx.float32), np.float64).reshape(B, H, R * L, D) @ dense[0].swapaxes(-1, -2) * D**-0.5
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    want = mx.array((weights @ dense[1] / weights.sum(axis=-1, keepdims=True)).astype(np.float32))
     prepared = states[0].prepare_query(q.astype(mx.float32))
     inputs = (q, prepared, mx.array([[n, 0, L, 0, 0, 0, 0, 0]]), *fields, *[mx.array([[0]])] * 2)
     numbers = {"scale_bits": scale_bits(D**-0.5), "causal": 1, "splits": 2, "exact_splits": 0, "folded": 0}
-    sums = kernel.run_on(Simulated(0), *inputs, **numbers, regular=1)
-    out = np.array(states[1].finish(kernel.compared(*sums)[0]))  # type: ignore[misc]
-    scores = np.array(q.astype(mx.float32), np.float64).reshape(B, H, R * L, D) @ dense[0].swapaxes(-1, -2) * D**-0.5
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    want = weights @ dense[1] / weights.sum(axis=-1, keepdims=True)
-    assert np.linalg.norm(out - want) <= BOUND * np.linalg.norm(want)
+    kernel = matrix_pass(
+        *map(mse_matrix.snippet, states),
+        cases=lambda: [Case(inputs, numbers | {"regular": 1}, "alone")],
+        equals=lambda *given, **more: (want,),
+    )
+    return attrs.evolve(kernel, compared=lambda sums, tops: (states[1].finish(merged(sums, tops)[0]),))
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [((2, 2), "bfloat16"), ((4, 4), "float16")])
+def test_packed_tokens_alone(bits: tuple[int, int], dtype: str) -> None:
+    """Against float32 attention on their decoded numbers, where scores are spread."""
+    kernel = alone(*bits, dtype)
+    case = next(iter(kernel.cases()))
+    assert error_of(kernel, case) <= BOUND
+    inputs = (case.inputs[0], case.inputs[1][:, :, :1], *case.inputs[2:])
     with pytest.raises(UnsupportedShapeError, match=r"prepared \(1, 6, 1, 64\) must be \(1, 6, 2, 64\)"):
-        kernel(q, prepared[:, :, :1], *inputs[2:], **numbers, regular=1, backend="simulator")
+        kernel(*inputs, **case.parameters, backend="simulator")
 
 
 KEY, VALUE = "one.x, two.x, one.y, two.y", "one.x, one.y, two.x, two.y"
@@ -238,17 +247,9 @@ BREAKS = [  # text of 2-bit keys, of 4-bit values, of what is common, of the pre
 
 
 @cache
-def small() -> Kernel:
-    """2-bit keys and 4-bit values of 64 numbers, few cases."""
-    whole = matrix_kernel(*(bound(f"bits={bits}", side, 64, device=True) for side, bits in zip(SIDES, (2, 4), strict=True)))
-    few = list(whole.cases())[:2]
-    return attrs.evolve(whole, cases=lambda: few)
-
-
-@cache
 def broken() -> tuple[Kernel, ...]:
-    """The text of a side, or of the body, with one thing wrong."""
-    made, whole = [], small()
+    """2-bit keys and 4-bit values: the text of a side, or of the body, with one thing wrong."""
+    made, whole = [], alone(2, 4)
     border = whole.header.index("Centroids of places", whole.header.index("Centroids of places") + 1)
     for side, old, new in BREAKS:
         parts = [whole.header[:border], whole.header[border:]]
@@ -260,7 +261,7 @@ def broken() -> tuple[Kernel, ...]:
 
 @pytest.fixture(scope="module")
 def _broken_together() -> None:
-    build_ahead([small(), *broken()])
+    build_ahead([alone(2, 4), *broken()])
 
 
 @pytest.mark.usefixtures("_broken_together")
@@ -271,7 +272,7 @@ def test_a_broken_text_is_seen(number: int) -> None:
 
 @pytest.mark.usefixtures("_broken_together")
 def test_the_unbroken_text_passes() -> None:
-    verdict = verify("turboquant_mse", small(), "simulator", Simulated(1))
+    verdict = verify("turboquant_mse", alone(2, 4), "simulator", Simulated(1))
     assert verdict.passed and grows(kernels()[0]) == "", verdict
 
 

@@ -204,8 +204,9 @@ def snippet(state: MseState) -> MatrixSnippet:
     if reason:
         raise UnsupportedShapeError(f"turboquant_mse has no matrix snippet here: {reason}")
     made = _made(state.side, state.parts[0].bits, state.head_dim)
-    turned = {"prepare": state.prepare_query} if state.side == "keys" else {"finish": state.finish}
-    return attrs.evolve(made, **turned)  # type: ignore[arg-type]
+    if state.side == "keys":
+        return attrs.evolve(made, prepare=state.prepare_query)
+    return attrs.evolve(made, finish=state.finish)
 
 
 @cache

@@ -18,8 +18,10 @@ THREADS = 128
 MOST = 2**31
 
 BODY = """
-// codes (B, H, n, w), scale (B, H, n, 1) -> words (B, H, n / 32, 32 w), scales (B, H, n / 32, 32). A thread makes a word.
-const uint w = codes_shape[3], n = thread_position_in_grid.x, all = codes_shape[0] * codes_shape[1] * codes_shape[2] * w;
+// codes (B, H, n, w), scale (B, H, n, 1) -> words (B, H, n / 32, 32 w), scales (B, H, n / 32, 32).
+// A thread makes a word.
+const uint w = codes_shape[3], all = codes_shape[0] * codes_shape[1] * codes_shape[2] * w;
+const uint n = thread_position_in_grid.x;
 const uint o = min(n, all - 1u), block = o / (32u * w), r = o - block * 32u * w;
 const uint places = 16u / uint(bits), chunk = r / 128u, inner = r % 128u;
 // Where half a chunk is left over its words hold both halves of the tokens.
@@ -60,7 +62,9 @@ SIDE_PARTS: dict[Side, dict[str, str]] = {
 def _check(call: Call) -> str:
     codes, bits = call.shapes["codes"], call.parameters["bits"]
     if len(codes) != 4 or codes[2] % BLOCK or codes[3] % bits:
-        return f"codes {codes} must be (B, H, n, w) with n a multiple of {BLOCK} and w one of {bits}: runs of 32 channels"
+        return (
+            f"codes {codes} must be (B, H, n, w) with n a multiple of {BLOCK} and w one of {bits}: runs of 32 channels"
+        )
     if call.shapes["scale"] != (*codes[:3], 1):
         return f"scale {call.shapes['scale']} must be {(*codes[:3], 1)}"
     return f"codes {codes} are too many; fewer than {MOST} are accepted" if math.prod(codes) >= MOST else ""
