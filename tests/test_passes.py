@@ -34,7 +34,7 @@ CHOSEN = {
     "example": (64, "float16", (*FOUR, SHAPES[5])),
     "centred": (64, "float32", FOUR),
     "sign_sketch": (128, "float16", FOUR[:3]),
-    "picky:artifact=here": (64, "bfloat16", FOUR[:3]),
+    "picky": (64, "bfloat16", FOUR[:3]),
 }
 
 
@@ -205,19 +205,13 @@ def test_every_bit_width_head_size_and_dtype(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_one_sided_method_is_run_with_the_partner_and_refusals_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = load_plugin(METHODS / "picky.py")
     monkeypatch.setattr(installed, "DTYPES", ("float16",))
-    facts = attrs.evolve(resolve_of(plugin), verified=("artifact=here",))
     with registered(plugin) as record:
-        found, refused = passes(attrs.evolve(record, facts=facts))
+        found, refused = passes(record)
     assert [kernel.name for kernel in found if kernel.stands_for == "attend"] == [
         f"attend_kit_exact_2_8_{dim}_picky_{dim}_{dim}_h_hh" for dim in (128, 64)
     ]
     (line,) = refused
-    assert line == "in-test:picky:artifact=here, head size 80: picky: head size 80; accepted are 64 and 128"
-
-
-def resolve_of(plugin: Any) -> Any:
-    with registered(plugin) as record:
-        return record.facts
+    assert line == "in-test:picky, head size 80: picky: head size 80; accepted are 64 and 128"
 
 
 def test_what_has_no_reference_is_refused() -> None:

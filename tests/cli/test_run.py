@@ -169,10 +169,8 @@ def test_bad_input_is_one_line_and_exit_status_2(arguments: Any, said: str, monk
 @pytest.mark.parametrize("option", ["--draft-model=x", "--draft=x", "--d=x"])
 def test_a_method_that_keeps_rejected_tokens_takes_no_draft(option: str, monkeypatch: Any, capsys: Any) -> None:
     with registered(load_plugin(Path(__file__).parent.parent / "methods" / "picky.py")):
-        status, out, err = here(
-            monkeypatch, capsys, "--keys", "kivi", "--values", "picky:artifact=made", "generate", option
-        )
-    assert (status, out) == (2, "") and "the method picky:artifact=made cannot drop packed tokens" in err
+        status, out, err = here(monkeypatch, capsys, "--keys", "kivi", "--values", "picky", "generate", option)
+    assert (status, out) == (2, "") and "the method picky cannot drop packed tokens" in err
 
 
 def test_a_model_that_a_request_names_may_be_refused(folder: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -194,7 +192,7 @@ def test_a_model_that_a_request_names_may_be_refused(folder: Path, monkeypatch: 
 
     monkeypatch.setattr(module, "main", serve)
     with registered(load_plugin(Path(__file__).parent.parent / "methods" / "picky.py")):
-        status, _, err = here(monkeypatch, capsys, "--keys", "kivi", "--values", "picky:artifact=made", "server")
+        status, _, err = here(monkeypatch, capsys, "--keys", "kivi", "--values", "picky", "server")
     assert "head size 32" in said[0] and said[1:] == ["goes on"]
     assert status == 2 and "head size 32" in err  # nothing was ever loaded
 
@@ -223,7 +221,7 @@ def test_a_server_whose_model_is_refused_ends(folder: Path, monkeypatch: Any, ca
     picky = load_plugin(Path(__file__).parent.parent / "methods" / "picky.py")
     with registered(picky):
         status, out, err = here(
-            monkeypatch, capsys, "--keys", "kivi", "--values", "picky:artifact=made", "server", "--model", folder,
+            monkeypatch, capsys, "--keys", "kivi", "--values", "picky", "server", "--model", folder,
             "--port", port,
         )  # fmt: skip
     assert (status, out) == (2, "") and "Traceback" not in err

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from vq_core.testing import AttentionConformance, CodecConformance, MethodConformance, NumbersConformance, load_plugin
+from vq_core.testing import (
+    AttentionConformance,
+    CodecConformance,
+    DeterminismConformance,
+    MethodConformance,
+    NumbersConformance,
+    ProtocolConformance,
+    load_plugin,
+)
 
 METHODS = Path(__file__).parent.parent / "methods"
 EXAMPLE = METHODS.parent.parent / "plugins/vq_example/src/vq_example/method.py"
@@ -28,9 +36,18 @@ class TestCentred(MethodConformance):
 
 
 class TestPicky(MethodConformance):
-    method = "picky:artifact=here"
+    method = "picky"
     plugin = load_plugin(METHODS / "picky.py")
     fused_shapes = ((64, "float16"), (128, "float32"))
+
+
+class TestLearnt(CodecConformance, NumbersConformance, DeterminismConformance, ProtocolConformance):
+    """Constants from calibration: the kit makes a stand-in of no model."""
+
+    method = "learnt"
+    variants = ("learnt:levels=15",)
+    ladder = ("learnt:levels=15", method)
+    plugin = load_plugin(METHODS / "learnt.py")
 
 
 class TestSignSketchWithKivi(MethodConformance):

@@ -105,8 +105,8 @@ def test_a_method_that_cannot_be_trimmed(tokenizer: Any, compress: Any) -> None:
     picky = load_plugin(Path(__file__).parent.parent / "methods" / "picky.py")
     with registered(picky):
         model = wide("llama", head_dim=64)
-        handle = compress(model, None, keys="identity", values="picky:artifact=made", residual=8)
-        with pytest.raises(SettingsError, match=r"layers 0, 1: the method picky:artifact=made cannot drop packed tok"):
+        handle = compress(model, None, keys="identity", values="picky", residual=8)
+        with pytest.raises(SettingsError, match=r"layers 0, 1: the method picky cannot drop packed tok"):
             last(model, tokenizer, FIRST, handle=handle, max_tokens=30, draft=Draft(wide("llama"), tokenizer))
 
 

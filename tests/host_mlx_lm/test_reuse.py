@@ -201,7 +201,7 @@ def test_the_store_with_a_method_that_cannot_be_trimmed(compress: Any) -> None:
     with registered(PICKY):
         model = build("llama_wide")
         ids, other = prompt(100).tolist(), prompt(30, 7).tolist()
-        handle = compress(model, None, keys="identity", values="picky:artifact=x", residual=0)
+        handle = compress(model, None, keys="identity", values="picky", residual=0)
         store = LRUPromptCache()
 
         def cold(tokens: list[int]) -> list[int]:

@@ -103,7 +103,7 @@ def test_text_is_the_same(tmp_path: Path, compress: Any) -> None:
 @pytest.fixture
 def picky() -> Any:
     with registered(PICKY):
-        yield {"keys": "identity", "values": "picky:artifact=x"}
+        yield {"keys": "identity", "values": "picky"}
 
 
 def test_a_method_that_cannot_be_trimmed_is_refused_before_the_first_token(picky: Any, compress: Any) -> None:

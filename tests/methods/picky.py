@@ -1,4 +1,4 @@
-"""A method with every restriction that a method can declare, so that the kit's own refusals are tested."""
+"""A method with every restriction of shape, side and trimming, so that the kit's own refusals are tested."""
 
 import attrs
 import mlx.core as mx
@@ -8,10 +8,8 @@ from vq_core.api import (
     Field,
     Layout,
     MethodFacts,
-    SettingsError,
     UnsupportedShapeError,
     hookimpl,
-    setting,
 )
 from vq_core.kernels import Snippet
 
@@ -20,19 +18,17 @@ HEAD_DIMS = (64, 128)
 
 @attrs.frozen
 class Settings:
-    artifact: str = setting("", help="what calibration made")
+    """None."""
 
 
 @hookimpl
 def vq_method():
-    capabilities = Capabilities(head_dims=HEAD_DIMS, exact=True, trimmable=False, needs_calibration=True)
+    capabilities = Capabilities(head_dims=HEAD_DIMS, exact=True, trimmable=False)
     return MethodFacts("picky", "restricted in every way", Settings, sides=("values",), capabilities=capabilities)
 
 
 @hookimpl
-def vq_prepare(ctx, settings):
-    if not settings.artifact:
-        raise SettingsError("picky needs an artifact: give artifact=PATH")
+def vq_prepare(ctx):
     if ctx.head_dim not in HEAD_DIMS:
         raise UnsupportedShapeError(f"picky: head size {ctx.head_dim}; accepted are 64 and 128")
     return ctx

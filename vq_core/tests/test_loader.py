@@ -141,7 +141,7 @@ def test_an_exception_whose_text_cannot_be_made(load: Any) -> None:
 
 def test_required_and_bound_hooks_are_specified() -> None:
     # Kernels are asked for once a binding, through pluggy, so a wrapper around that hook runs.
-    assert {*loader.REQUIRED, *loader.BOUND, "vq_kernels", "vq_snippet", "vq_device"} == {
+    assert {*loader.REQUIRED, *loader.BOUND, "vq_kernels", "vq_snippet", "vq_device", "vq_calibrate"} == {
         name for name in vars(hookspecs) if name.startswith("vq_")
     }
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from vq_core.api.attend import KeyAttention, ValueAttention
+    from vq_core.api.calibration import Artifact, Calibration
     from vq_core.api.facts import MethodFacts, PrepareContext, Side
     from vq_core.api.layout import Layout
     from vq_core.kernels.device_form import DeviceForm
@@ -56,7 +57,25 @@ def vq_method() -> MethodFacts:  # type: ignore[empty-body]
 
 
 @hookspec(firstresult=True)
-def vq_prepare(ctx: PrepareContext, settings: Any) -> Any:
+def vq_calibrate(ctx: PrepareContext, settings: Any, calibration: Calibration) -> Mapping[str, mx.array] | None:
+    """Constants of one layer side, learnt from a model's own keys or values; ``vq calibrate`` writes them to a file.
+
+    Needed only where the capabilities say ``needs_calibration``.  Called once a layer side, outside of any cache; it
+    may take its time and evaluate.  Equal arguments must give equal bits: what is random comes from ``ctx.seed``.
+
+    Args:
+        ctx: The layer side, with the model's identity.
+        settings: As in ``vq_prepare``; ``settings.artifact`` is empty.
+        calibration: Sampled tokens and statistics of all, :class:`vq_core.api.Calibration`. Raise
+            :class:`~vq_core.errors.SettingsError` where they are too few, naming how many tokens are needed.
+
+    Returns:
+        Arrays by name; ``vq_prepare`` gets them as ``artifact.arrays``.
+    """
+
+
+@hookspec(firstresult=True)
+def vq_prepare(ctx: PrepareContext, settings: Any, artifact: Artifact | None) -> Any:
     """Constants of one layer side: rotations, codebooks, calibration artifacts.
 
     Called once per process for equal (method, ctx, settings); the result is shared by all caches, evaluated by
@@ -67,6 +86,9 @@ def vq_prepare(ctx: PrepareContext, settings: Any) -> Any:
     Args:
         ctx: The layer side, a :class:`vq_core.api.PrepareContext`.
         settings: An instance of the method's settings class.
+        artifact: What was learnt for this side, :class:`vq_core.api.Artifact`: the core has read the file that
+            ``settings.artifact`` names, and checked that it is of this method with these settings, of this model,
+            layer and shape. ``None`` for methods that need no calibration.
 
     Returns:
         Anything but ``None``; it is handed to every other hook as ``state``.

@@ -56,6 +56,15 @@ def test_a_product_is_numpy_s(seed: int, contract: Any) -> None:
     assert np.abs(got - want).max() < 17 * 2.0**-24 * (np.abs(a).astype(np.float64) @ np.abs(b) + np.abs(c)).max()
 
 
+def test_a_product_of_bfloats() -> None:
+    a, b, c = numbers(7)
+    a, b = ((x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for x in (a * 1000, b))
+    body = PRODUCT.replace("b0, b1);", "b0, b1, bfloat(0.0f));")
+    wide = [(x.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for x in (a, b)]
+    assert np.allclose(product(a, b, c, body), wide[0] @ wide[1] + c, rtol=1e-5, atol=1e-2)
+    assert np.allclose(wide[0], numbers(7)[0].astype(float) * 1000, rtol=2**-7), "the numbers that were meant"
+
+
 def test_each_number_of_a_product_has_its_place() -> None:
     """Whole numbers that no two places share: exact, so that a single swap shows."""
     rng = np.random.default_rng(0)
@@ -118,11 +127,14 @@ def test_pairs_of_halves_and_powers_of_two() -> None:
 const uint lane = thread_index_in_simdgroup;
 y[lane] = vq_half_pair(x[2u * lane], x[2u * lane + 1u]);
 z[lane] = vq_exp2_fast(x[lane]);
+w[lane] = vq_bfloat_pair(x[2u * lane], x[2u * lane + 1u]);
 """
     x = (np.random.default_rng(0).standard_normal(64) * 20).astype(np.float32)
     x[:5] = [-200, -np.inf, 0, 1, -125]
-    program = Program("pairs", body, {"x": "float32"}, {"y": "uint32", "z": "float32"})
-    got = run(program, {}, {"x": x}, {"y": ((32,), "uint32"), "z": ((32,), "float32")}, **ONE)
+    program = Program("pairs", body, {"x": "float32"}, {"y": "uint32", "z": "float32", "w": "uint32"})
+    wanted = {"y": ((32,), "uint32"), "z": ((32,), "float32"), "w": ((32,), "uint32")}
+    got = run(program, {}, {"x": x}, wanted, **ONE)
+    assert np.array_equal(got["w"].view(np.uint16), np.array(mx.array(x).astype(mx.bfloat16).view(mx.uint16)))
     assert np.array_equal(got["y"].view(np.float16), x.astype(np.float16))
     assert np.array_equal(got["z"][:3], [0, 0, 1]) and np.allclose(got["z"], np.exp2(x[:32]), rtol=1e-6, atol=2e-38)
 

@@ -248,7 +248,8 @@ def test_every_kernel_is_found_once(install: Install) -> None:
     install("broken", hooks(vq_kernels=failing), NoSettings)
     found, failed = offered_kernels()
     assert [(one.method, one.kernel.name) for one in found] == [
-        ("core", "pack_bits"), ("core", "unpack_bits"), ("core", "attend_merge"), ("core", "attend_merge_apart"),
+        ("core", "pack_bits"), ("core", "unpack_bits"), ("core", "sign_hadamard"),
+        ("core", "attend_merge"), ("core", "attend_merge_apart"),
         ("toy", "twice"), ("toy", "thrice"),
     ]  # fmt: skip
     assert len(failed) == 1 and "broken" in failed[0] and "KeyError: 'gone'" in failed[0]

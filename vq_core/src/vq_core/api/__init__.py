@@ -5,6 +5,7 @@ See :mod:`vq_core.hookspecs` for the contract.
 
 from pluggy import HookimplMarker
 
+from vq_core.api.calibration import Artifact, Calibration
 from vq_core.api.facts import API_VERSION, SIDES, Capabilities, MethodFacts, PrepareContext, Rope, Side
 from vq_core.api.layout import DEFAULT_PAGE, Field, Layout
 from vq_core.api.settings import setting
@@ -24,7 +25,9 @@ __all__ = [
     "API_VERSION",
     "DEFAULT_PAGE",
     "SIDES",
+    "Artifact",
     "CacheStateError",
+    "Calibration",
     "Capabilities",
     "Field",
     "FormatError",

@@ -35,7 +35,10 @@ class Capabilities:
             say from the start that they are not trimmable, so that a host refuses to speculate on them.
         constant_exact: A group of equal values decodes to that value.
         scale_equivariant: Encoding 8 x decodes to 8 times what x decodes to, to rounding.
-        needs_calibration: ``vq_prepare`` refuses to run without an artifact.
+        needs_calibration: The constants are learnt from a model by ``vq calibrate`` (the hook ``vq_calibrate``). The
+            settings class then has a text setting ``artifact``, the path of what was learnt; without one a method is
+            refused before ``vq_prepare``.  What lies far out of what was learnt comes back as the nearest number that
+            the constants can hold.
         gaussian_error: ``(settings, head_dim) -> bound`` on the relative squared error of N(0, 1) data,
             ``None`` where the method bounds no reconstruction (a sketch, say).
     """
@@ -80,6 +83,13 @@ class MethodFacts:
     def __attrs_post_init__(self) -> None:
         if not attrs.has(self.settings):
             raise PluginError(f"method {self.name!r}: settings must be an attrs class, got {self.settings!r}")
+        if self.capabilities.needs_calibration and not (
+            self.per_layer and "artifact" in attrs.fields_dict(self.settings)
+        ):
+            raise PluginError(
+                f"method {self.name!r} needs calibration: it must say per_layer=True, and its settings class must have "
+                f"artifact: str = setting('')"
+            )
         if not self.sides or not set(self.sides) <= set(SIDES):
             raise PluginError(f"method {self.name!r}: sides must be some of {SIDES}, got {self.sides}")
 
@@ -112,7 +122,7 @@ class PrepareContext:
         layer: Index of the layer, ``None`` outside a model and for methods that are not ``per_layer``.
         seed: Seed of every random constant.
         rope: Rotary embedding, ``None`` where it is not known.
-        model: Identity of the model, ``None`` where it is not known.
+        model: Identity of the model, ``None`` where it is not known and for methods that need no calibration.
     """
 
     side: Side

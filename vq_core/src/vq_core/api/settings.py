@@ -63,7 +63,7 @@ def setting(
             wanted = said or f"a value of type {kind.__name__}"
             raise SettingsError(f"{attribute.name}={value!r} is not accepted: {attribute.name} must be {wanted}")
 
-    return attrs.field(default=default, validator=check, metadata={"help": help, "accepted": said})
+    return attrs.field(default=default, validator=check, metadata={"help": help, "accepted": said, "choices": choices})
 
 
 @attrs.frozen
@@ -137,11 +137,12 @@ def build_settings(method: str, cls: type, options: Iterable[tuple[str, str]]) -
 
 def format_choice(name: str, settings: Any) -> str:
     """The text form with every setting spelt out; :func:`parse_choice` and :func:`build_settings` undo it."""
-    pairs = ",".join(f"{f.name}={_write(getattr(settings, f.name))}" for f in attrs.fields(type(settings)))
+    pairs = ",".join(f"{f.name}={format_value(getattr(settings, f.name))}" for f in attrs.fields(type(settings)))
     return f"{name}:{pairs}" if pairs else name
 
 
-def _write(value: Any) -> str:
+def format_value(value: Any) -> str:
+    """The text of one setting's value; what is no letter, digit or harmless sign is written as %XX."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return quote(str(value), safe=_SAFE)

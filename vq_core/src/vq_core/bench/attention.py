@@ -21,6 +21,7 @@ from vq_core.bench.filling import CHUNK
 from vq_core.bench.gpu_time import KernelTimes
 from vq_core.bench.inputs import noise
 from vq_core.cache.policy import ATTENTION, LayerPolicy
+from vq_core.calibration.stand_in import completed
 from vq_core.errors import SettingsError, VQError
 from vq_core.hosts.mlx_lm import rivals
 
@@ -92,9 +93,10 @@ class Wanted:
         every = [t for t in ATTENTION if t != "auto"]
         tiers = {t: True for t in self.tiers if t != EVERY_TIER}
         tiers |= {t: False for t in every if EVERY_TIER in self.tiers and t not in tiers}
+        made = {text: completed(text, [(self.kv_heads, self.head_dim)]) for text in self.methods}
         return [
-            (text, LayerPolicy.make(method=text, attention=tier, residual=self.residual), named)
-            for text in dict.fromkeys(self.methods)
+            (text, LayerPolicy.make(method=whole, attention=tier, residual=self.residual), named)
+            for text, whole in made.items()
             for tier, named in tiers.items()
         ]
 

@@ -20,6 +20,7 @@ from vq_core.api.settings import build_settings, format_choice, parse_choice
 from vq_core.bench.busy import Machine, look
 from vq_core.bench.clock import POOL, Comparison, compare, environment, queue_length
 from vq_core.bench.inputs import Item, Timed, arm, bytes_read, differs, item_of, nbytes, noise
+from vq_core.calibration.stand_in import completed
 from vq_core.errors import HostError, PluginError, SettingsError, VQError
 from vq_core.kernels.offers import KernelOffer
 from vq_core.plugins import fused
@@ -201,6 +202,7 @@ def _bound(
     for side in (side for side in SIDES if side in record.facts.sides):
         ctx = PrepareContext(side, wanted.heads, wanted.head_dim, wanted.head_dim, wanted.dtype)
         try:
+            text = completed(text, [(wanted.heads, wanted.head_dim)])
             plain[side] = bind(text, ctx, kernels="off")
             kernel[side] = bind(text, ctx, kernels=kernels)
         except VQError as error:

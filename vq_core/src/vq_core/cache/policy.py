@@ -10,6 +10,7 @@ import attrs
 from vq_core.api.facts import SIDES
 from vq_core.errors import SettingsError
 from vq_core.plugins.choice import SideChoice, choose
+from vq_core.plugins.registry import resolve
 
 Attention = Literal["auto", "matrix", "kernel", "mlx", "reference"]
 Fallback = Literal["error", "warn"]
@@ -139,6 +140,13 @@ class CachePolicy:
             except SettingsError as error:
                 raise SettingsError(f"layer {index}: {error}") from None
         return cls(base, made)
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a method's constants are learnt from the model, so that its identity must be known."""
+        named = [policy for policy in (self.default, *self.layers.values()) if policy is not None]
+        facts = [resolve(choice.label).facts for policy in named for choice in (policy.keys, policy.values)]
+        return any(f is not None and f.capabilities.needs_calibration for f in facts)
 
     def of(self, layer: int, count: int) -> LayerPolicy | None:
         """Policy of a layer; negative indices in ``layers`` count from the end of ``count`` layers."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from vq_core.api.facts import Side
 from vq_core.attention.choice import LATENT, told_of
 from vq_core.cache.history import History
 from vq_core.cache.policy import LayerPolicy
@@ -130,6 +131,38 @@ def _tier(policy: LayerPolicy, history: History, reads: ReadCount) -> str:
         fields.append(tuple(held[f.name].dtype for f in bound.layout.fields) if held and bound.layout.widens else ())
     said, why = told_of(history.bound["keys"], history.bound["values"], *fields)
     return said or f"mlx (kernel: {why})"
+
+
+@attrs.frozen
+class SideBytes:
+    """Bytes of one side's packed tokens in the arrays held, without spare capacity.
+
+    Attributes:
+        codes: Packed codes.
+        metadata: Scales, zeros and norms of tokens or groups of tokens.
+        sequence: Fields of the sequence, and a batch's page tables: they do not grow with the tokens.
+        spare: Capacity of the store that no token uses.
+        constants: The method's shared constants.
+    """
+
+    codes: int
+    metadata: int
+    sequence: int
+    spare: int
+    constants: int
+
+
+def side_bytes(history: History, side: Side) -> SideBytes:
+    """The account of one side."""
+    store = history.stores[side]
+    used = {True: 0, False: 0}
+    for field in store.layout.paged:
+        used[field.codes] += store.paged[field.name].nbytes if store.paged else 0
+    for codes in used:
+        used[codes] -= store.spare_bytes(codes)
+    sequence = store.nbytes() - sum(a.nbytes for a in store.paged.values())
+    constants = sum(a.nbytes for a in history.bound[side].constants)
+    return SideBytes(used[True], used[False], sequence, store.spare_bytes(), constants)
 
 
 def _bytes(history: History) -> Bytes:

@@ -28,6 +28,8 @@ def joined(parts: Sequence[tuple[Any, History | None]]) -> History | None:
         raise CacheStateError("join: an empty cache has no shape to join; leave it out")
     if len({(h.bound["keys"].ctx, h.bound["values"].ctx) for h in histories}) > 1:
         raise SettingsError("join needs caches of one shape and dtype (and of one layer, if a method differs by layer)")
+    if len({(h.bound["keys"].artifact, h.bound["values"].artifact) for h in histories}) > 1:
+        raise SettingsError("join needs caches packed with one artifact; the file has changed since one of them began")
     if len({tuple(h.bound[side].layout for side in ("keys", "values")) for h in histories}) > 1:
         raise SettingsError("join needs caches that hold their pages in one order: all in device form, or none")
     return histories[0].join(histories[1:])

@@ -21,7 +21,8 @@ def bind_sides(
 
     Args:
         policy: The layer's.
-        shape: Of :class:`PrepareContext`, but for side and layer.
+        shape: Of :class:`PrepareContext`, but for side and layer; the model's identity is for methods whose constants
+            are learnt from it.
         layer: The layer's index, for methods whose constants differ by layer.
         device_form: Hold pages in a device form where both methods have one, whatever the tier.
 
@@ -33,7 +34,9 @@ def bind_sides(
     for side, choice in zip(SIDES, (policy.keys, policy.values), strict=True):
         facts = resolve(choice.label).facts
         own = layer if facts and facts.per_layer else None
-        given.append((choice, PrepareContext(side=side, layer=own, **shape), policy.fallback, policy.kernels))
+        model = shape.get("model") if facts and facts.capabilities.needs_calibration else None
+        ctx = PrepareContext(side=side, layer=own, **{**shape, "model": model})
+        given.append((choice, ctx, policy.fallback, policy.kernels))
     sides = [bind(*one) for one in given]
     if device_form or _reads_device_form(policy):
         sides = together([bind(*one, device=True) for one in given], sides)

@@ -41,6 +41,8 @@ FILLED = ("shape", "layout", "window", "dropped", "stores", "arrays")
 POLICY = tuple(field.name for field in attrs.fields(LayerPolicy) if field.name != "kernels")
 FORM = "device_form"
 """Of a state alone, never of a file of ours: for each side the device form that its pages are in, or an empty text."""
+ARTIFACT = "artifact"
+"""Of a method whose constants were learnt: the digest of the file that they came from."""
 SHAPE = ("kv_heads", "key_dim", "value_dim", "dtype", "rows")
 
 
@@ -69,6 +71,9 @@ def _lasting(cache: PackedKVCache, as_held: bool) -> dict[str, Any]:
     description["methods"] = {s: {"distribution": r.distribution, "version": r.version} for s, r in records.items()}
     if history is None or cache.empty():
         return description
+    for side, bound in history.bound.items():
+        if bound.artifact:  # the settings name a file; what was in it is part of what the codes mean
+            description["methods"][side][ARTIFACT] = bound.artifact
     ctx = history.bound["keys"].ctx
     description["shape"] = {
         "kv_heads": ctx.kv_heads, "key_dim": ctx.key_dim, "value_dim": ctx.value_dim,
@@ -180,7 +185,8 @@ def checked(description: Any) -> dict[str, Any]:
     for name in ("residual", "sink_tokens"):
         jsontext.whole(policy[name], f"the policy's {name}")
     for side, was in jsontext.record(description["methods"], "the methods", *SIDES).items():
-        for name, value in jsontext.record(was, f"the method of the {side}", "distribution", "version").items():
+        what = f"the method of the {side}"
+        for name, value in jsontext.record(was, what, "distribution", "version", optional=(ARTIFACT,)).items():
             jsontext.text(value, f"the {name} of the method of the {side}", 200)
     if description["layer"] is not None:
         jsontext.whole(description["layer"], "the layer's index")
@@ -261,6 +267,7 @@ def _rebuild(cache: PackedKVCache, description: dict[str, Any], arrays: Mapping[
     history, held = cache._history, dict(arrays)
     assert history is not None
     for side, bound in history.bound.items():
+        _check_artifact(side, description["methods"][side].get(ARTIFACT, ""), bound)
         was, now = description["layout"][side], layout_text(bound.canonical)
         if was != now:
             raise FormatError(
@@ -296,6 +303,15 @@ def _rebuild(cache: PackedKVCache, description: dict[str, Any], arrays: Mapping[
             store.paged = reorder(form, bound, store.paged, to_device=False)
         if form is not mine and mine is not None:
             store.paged = reorder(mine, bound, store.paged, to_device=True)
+
+
+def _check_artifact(side: str, was: str, bound: BoundSide) -> None:
+    if was == bound.artifact:
+        return
+    raise FormatError(
+        f"the {side} were packed with the artifact of SHA-256 {shown(was)}, that of {bound.choice.text} is "
+        f"{bound.artifact!r}: put the file back that was there when they were packed, or make the cache again"
+    )
 
 
 def _form(bound: BoundSide, side: str, name: str) -> DeviceForm | None:

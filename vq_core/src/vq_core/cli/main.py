@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vq_core.cli import bench, demo, doctor, generate, methods, run, verify
+from vq_core.cli import bench, calibrate, demo, doctor, evaluate, generate, methods, run, verify
 from vq_core.cli.options import FAILED
 from vq_core.errors import VQError
 
@@ -33,7 +33,9 @@ app.command("generate")(generate.generate)
 app.command("run", context_settings=run.CONTEXT)(run.run)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
+app.command("calibrate")(calibrate.calibrate)
 app.command("verify")(verify.verify)
+app.add_typer(evaluate.app, name="evaluate")
 
 
 def _print_version(wanted: bool) -> None:

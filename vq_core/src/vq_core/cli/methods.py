@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from vq_core.api import MethodFacts, PrepareContext
+    from vq_core.api import Layout, MethodFacts, PrepareContext
     from vq_core.plugins.records import MethodRecord
 
 STATUS_STYLE = {"ok": "green", "broken": "red", "incompatible": "red", "shadowed": "yellow", "disabled": "dim"}
@@ -143,7 +143,7 @@ def _capabilities(facts: MethodFacts, settings: Any, head_dim: int) -> Iterator[
     yield "head sizes", "every size" if able.head_dims is None else ", ".join(map(str, able.head_dims))
     yield "exact", "decodes to the input bit for bit" if able.exact else "no"
     if able.needs_calibration:
-        yield "calibration", "needed: it refuses to run without an artifact"
+        yield "calibration", "needed: it refuses to run without an artifact, which `vq calibrate` learns from the model"
     if not able.trimmable:
         yield "trim", "not behind the packed frontier"
     if able.gaussian_error is not None:
@@ -158,21 +158,26 @@ def _bits(facts: MethodFacts, text: str, head_dim: int) -> Iterator[tuple[str, s
     for side in facts.sides:
         context = PrepareContext(side=side, kv_heads=8, key_dim=head_dim, value_dim=head_dim, dtype="float16")
         try:
-            codes, metadata = _bits_per_element(text, context)
+            layout = _layout(text, context)
         except VQError as error:
             # Refusing a head size or asking for calibration is an answer; the rest of the page still helps.
             said = f"refused: {error}"
         except ImportError as error:
             said = f"needs MLX ({error}); see `vq doctor`"
         else:
+            codes, metadata = layout.bits_per_element(head_dim)
             said = f"{codes:.4g} codes + {metadata:.4g} metadata = {codes + metadata:.4g} bits per element"
+            if layout.sequence:
+                said += f", and {sum(f.nbytes for f in layout.sequence):,} bytes a KV head once a sequence"
         yield f"{side} (head size {head_dim})", said
 
 
-def _bits_per_element(text: str, context: PrepareContext) -> tuple[float, float]:
+def _layout(text: str, context: PrepareContext) -> Layout:
+    from vq_core.calibration.stand_in import completed
     from vq_core.plugins.binding import bind
 
-    return bind(text, context).layout.bits_per_element(context.head_dim)
+    text = completed(text, [(context.kv_heads, context.head_dim)])
+    return bind(text, context).layout
 
 
 def _options(settings: Any) -> str:

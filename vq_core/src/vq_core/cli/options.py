@@ -58,7 +58,7 @@ def model_path(name: str) -> str:
     return str(MODEL_PATH) if name == SHIPPED else name
 
 
-def prompt_text(prompt: str | None, file: Path | None) -> str:
+def prompt_text(prompt: str | None, file: Path | None, what: str = "the prompt") -> str:
     """The prompt itself, a file's text or standard input."""
     from vq_core.errors import SettingsError
 
@@ -72,7 +72,7 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
         assert prompt is not None
         prompt.encode()  # an argument of other bytes than UTF-8 holds half characters
     except UnicodeError as error:
-        raise SettingsError(f"the prompt is not UTF-8 text: {error}") from None
+        raise SettingsError(f"{what} is not UTF-8 text: {error}") from None
     except OSError as error:
-        raise SettingsError(f"the prompt cannot be read from {file}: {error.strerror or error}") from error
+        raise SettingsError(f"{what} cannot be read from {file}: {error.strerror or error}") from error
     return prompt

@@ -7,7 +7,7 @@ token a step after a prefill, to both caches in turn, so that every scored token
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -75,8 +75,12 @@ def divergences(
     tested: Sequence[list[Any]],
     *,
     prefill: int = PREFILL,
+    tell: Callable[[int], None] = lambda scored: None,
 ) -> list[Divergence]:
-    """:func:`divergence` of several tested caches, the reference computed once."""
+    """:func:`divergence` of several tested caches, the reference computed once.
+
+    ``tell`` is called after each step with the tokens of a text scored so far.
+    """
     ids = _checked(tokens, prefill)
     for caches in (reference, *tested):
         mx.eval(model(ids[:, :prefill], cache=caches), [c.state for c in caches])
@@ -88,6 +92,7 @@ def divergences(
         loss -= float(np.array(mx.take_along_axis(p, target, axis=1).sum()))
         for arm in arms:
             arm.add(p, _log_probabilities(model(step, cache=arm.caches)), target)
+        tell(i + 1 - prefill)
     return [arm.result(loss, (ids.shape[1] - 1 - prefill) * ids.shape[0]) for arm in arms]
 
 

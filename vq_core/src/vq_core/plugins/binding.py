@@ -7,12 +7,9 @@ with its own decoding on a small input, and records what was chosen.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
-import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -22,6 +19,7 @@ import pluggy
 
 from vq_core.api.facts import PrepareContext
 from vq_core.api.layout import Layout
+from vq_core.calibration.artifact import artifact_of
 from vq_core.errors import PluginError, VQError
 from vq_core.kernels.skeleton.snippet import Snippet
 from vq_core.plugins import fused
@@ -29,6 +27,7 @@ from vq_core.plugins.choice import SideChoice, choose
 from vq_core.plugins.device import Held, in_device_form
 from vq_core.plugins.loader import make_manager
 from vq_core.plugins.offered import offers_of
+from vq_core.plugins.reach import state_arrays as state_arrays
 from vq_core.plugins.records import MethodRecord
 from vq_core.plugins.registry import resolve
 
@@ -57,6 +56,7 @@ class BoundSide:
     ``backend`` is where kernels run, ``None`` where they do not, for the reason ``no_backend``.  ``held`` is there
     where pages are held in a device form: ``layout`` is the form's, ``pack``, ``decode`` and ``attend`` work on it.
     ``no_snippet`` is the method's reason where it gave one in the place of a snippet.
+    ``artifact`` is the digest of the file that its constants come from, empty where they come from none.
     """
 
     record: MethodRecord
@@ -77,6 +77,7 @@ class BoundSide:
     no_backend: str = ""
     held: Held | None = None
     no_snippet: str = ""
+    artifact: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundSide:
         return self
@@ -180,7 +181,9 @@ def bind_record(
 ) -> BoundSide:  # fmt: skip
     """As :func:`bind`, of a method at hand, which need not be registered."""
     with _lock:
-        key = (record.distribution, record.version, choice, ctx, fallback, fused.backend_for(kernels))
+        learnt = artifact_of(record, choice, ctx)  # of the file as it is now: another one is another method
+        digest = learnt.digest if learnt else ""
+        key = (record.distribution, record.version, choice, ctx, fallback, fused.backend_for(kernels), digest)
         if key not in _bound:
             _bound[key] = _bind(record, choice, ctx, fallback, kernels)
         if not device:
@@ -194,7 +197,10 @@ def bind_record(
 def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallback: str, kernels: str) -> BoundSide:
     name = choice.label
     manager = make_manager(record.plugin, name)
-    state = _guarded(name, "vq_prepare", lambda: manager.hook.vq_prepare(ctx=ctx, settings=choice.settings))
+    learnt = artifact_of(record, choice, ctx)
+    state = _guarded(
+        name, "vq_prepare", lambda: manager.hook.vq_prepare(ctx=ctx, settings=choice.settings, artifact=learnt)
+    )
     if state is None:
         raise PluginError(f"method {name!r}: vq_prepare returned None; it must return the method's state")
     mx.eval(state_arrays(state))
@@ -241,7 +247,7 @@ def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallbac
         record, choice, ctx, state, layout, (*chosen.values(), operation), attend,
         "positions" in pick.arguments["vq_decode"], start, encode, pack, back.run or decode, both.run,
         snippet if isinstance(snippet, Snippet) else None, *fused.backend_for(kernels),
-        no_snippet=snippet if isinstance(snippet, str) else "",
+        no_snippet=snippet if isinstance(snippet, str) else "", artifact=learnt.digest if learnt else "",
     )  # fmt: skip
 
 
@@ -363,47 +369,3 @@ def _probe_input(ctx: PrepareContext, layout: Layout) -> mx.array:
     # numpy's generator: MLX's global random state belongs to the user.
     x = np.random.default_rng(0).standard_normal((1, ctx.kv_heads, layout.page, ctx.head_dim), np.float32)
     return mx.array(x).astype(getattr(mx, ctx.dtype))
-
-
-def state_arrays(state: Any, leave: tuple[type, ...] = ()) -> list[mx.array]:
-    """All MLX arrays reachable from an object, each once; objects of the classes ``leave`` are not entered.
-
-    Functions are entered through what they have bound: closures, defaults, arguments of ``partial``, ``self``.
-    """
-    found: dict[int, mx.array] = {}
-    seen: set[int] = set()
-    todo = [state]
-    while todo:
-        item = todo.pop()
-        if id(item) in seen or isinstance(item, leave):
-            continue
-        seen.add(id(item))
-        if isinstance(item, mx.array):
-            found[id(item)] = item
-        else:
-            todo.extend(_parts(item))
-    return list(found.values())
-
-
-def _parts(item: Any) -> Iterator[Any]:
-    """What an object holds."""
-    if isinstance(item, Mapping):
-        yield from item.values()
-    elif isinstance(item, list | tuple | set | frozenset):
-        yield from item
-    elif isinstance(item, functools.partial):
-        yield from (item.func, item.args, item.keywords)
-    elif isinstance(item, types.MethodType):
-        yield from (item.__self__, item.__func__)
-    elif isinstance(item, types.FunctionType):
-        yield from (item.__defaults__, item.__kwdefaults__)
-        for cell in item.__closure__ or ():
-            with contextlib.suppress(ValueError):  # a name that is bound later
-                yield cell.cell_contents
-    elif not isinstance(item, type | types.ModuleType):
-        yield from getattr(item, "__dict__", {}).values()
-        for base in type(item).__mro__:
-            slots = base.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                private = name.startswith("__") and not name.endswith("__")
-                yield getattr(item, f"_{base.__name__.lstrip('_')}{name}" if private else name, None)

@@ -14,6 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from vq_core.api.facts import SIDES, Capabilities, MethodFacts, PrepareContext, Side
 from vq_core.api.settings import parse_choice
 from vq_core.cache.shell import PackedKVCache
+from vq_core.calibration.stand_in import NUMBERS, completed
 from vq_core.errors import VQError
 from vq_core.plugins import binding, partner
 from vq_core.plugins.binding import BoundSide
@@ -22,6 +23,8 @@ from vq_core.plugins.registry import resolve
 from vq_core.testing.observe import gaussian
 from vq_core.testing.registering import registered
 
+HEADS, SIZES = (1, 2, 3, 4, 8), (64, 80, 96, 128, 192, 256)
+"""KV heads and head sizes of tests that choose their own."""
 HEAD_DIMS = (16, 64, 80, 96, 100, 112, 120, 128, 192, 256)
 
 few = hypothesis_settings(
@@ -47,6 +50,8 @@ class Kit:
         kv_heads: Number of KV heads of all other tests.
         tolerance: Relative error allowed between attention on packed codes and dense attention, by dtype.
         ladder: Texts of the method whose error must fall strictly, such as 2, 3 and 4 bits.
+        stand_in_numbers: Random numbers from which a method that needs calibration learns what the tests run with,
+            where a text names no artifact, for each shape.
     """
 
     method: ClassVar[str] = ""
@@ -59,6 +64,7 @@ class Kit:
     kv_heads: ClassVar[int] = 2
     tolerance: ClassVar[Mapping[str, float]] = {"float16": 2e-3, "bfloat16": 1e-2, "float32": 1e-5}
     ladder: ClassVar[Sequence[str]] = ()
+    stand_in_numbers: ClassVar[int] = NUMBERS
 
     # ---- pytest
 
@@ -76,7 +82,8 @@ class Kit:
                 sides = SIDES
             if "text" in names:
                 texts = [self.method, *self.variants]
-                metafunc.parametrize(("text", "side"), [(text, side) for text in texts for side in sides])
+                pairs = [(text, side) for text in texts for side in sides]
+                metafunc.parametrize(("text", "side"), pairs, indirect=["text"])
             else:
                 metafunc.parametrize("side", sides)
         if "head_size" in names:
@@ -86,7 +93,26 @@ class Kit:
     def _methods(self) -> Iterator[None]:
         with self._registered():
             resolve(parse_choice(self.method).label)
+            if self.capabilities().needs_calibration:
+                lists = {name: tuple(map(self.calibrated, getattr(self, name))) for name in ("variants", "ladder")}
+                vars(self).update(lists, method=self.calibrated(self.method))
             yield
+
+    @pytest.fixture
+    def text(self, request: pytest.FixtureRequest, _methods: None) -> str:
+        """A text of the method, with an artifact where it needs one."""
+        return self.calibrated(request.param)
+
+    def calibrated(self, text: str) -> str:
+        """A text of the method with a stand-in for the tests' shapes, where it needs an artifact."""
+        return completed(text, self.shapes(), self.stand_in_numbers)
+
+    def shapes(self) -> set[tuple[int, int]]:
+        """KV heads and head size of what the tests run; a subclass of few tests may name fewer."""
+        accepted = self.capabilities().head_dims
+        sizes = {*self.head_dims, *SIZES, self.dim()}
+        found = {(self.kv_heads, size) for size in sizes if accepted is None or size in accepted}
+        return found | {(heads, self.dim()) for heads in HEADS}
 
     def _registered(self) -> ExitStack:
         stack = ExitStack()

@@ -8,6 +8,7 @@ from vq_core.api.facts import SIDES, PrepareContext, Side
 from vq_core.attention.verifying import COMMONEST, pass_kernel
 from vq_core.attention.verifying.decoding import decoding_kernels
 from vq_core.attention.verifying.matrix import matrix_kernel
+from vq_core.calibration.stand_in import completed
 from vq_core.errors import UnsupportedShapeError
 from vq_core.kernels.backends import device_backend
 from vq_core.kernels.kernel import Kernel
@@ -81,6 +82,7 @@ def on_tensor_cores(record: MethodRecord) -> list[Kernel]:
         text = f"{record.label}:{settings}" if settings else record.label
         try:
             contexts = [PrepareContext(side, kv_heads=2, key_dim=dim, value_dim=dim, dtype=dtype) for side in SIDES]
+            text = completed(text, [(2, dim)])
             kernel = matrix_kernel(*(binding.bind(text, ctx, kernels=kernels, device=True) for ctx in contexts))
         except UnsupportedShapeError:
             continue  # these settings have none, as the report of a cache says
@@ -91,4 +93,6 @@ def on_tensor_cores(record: MethodRecord) -> list[Kernel]:
 def _bound(record: MethodRecord, text: str, side: Side, dim: int, dtype: str) -> BoundSide:
     ctx = PrepareContext(side, kv_heads=2, key_dim=dim, value_dim=dim, dtype=dtype)
     assert record.facts is not None
-    return binding.bind(text, ctx, kernels="off") if side in record.facts.sides else partner.bound(ctx)
+    if side not in record.facts.sides:
+        return partner.bound(ctx)
+    return binding.bind(completed(text, [(2, dim)]), ctx, kernels="off")

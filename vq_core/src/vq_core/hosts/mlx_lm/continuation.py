@@ -135,7 +135,7 @@ def check_source(path: str | Path) -> Path:
     return file
 
 
-def check_target(path: str | Path) -> None:
+def check_target(path: str | Path, what: str = "the cache") -> None:
     """Raise :class:`SettingsError` if a file cannot be written there; what is there stays as it is.
 
     A symbolic link is followed, one that leads to no file yet too: the link itself is never touched.
@@ -144,21 +144,21 @@ def check_target(path: str | Path) -> None:
     try:
         file = Path(os.path.realpath(file))
         if file.is_symlink():
-            raise SettingsError(f"the cache cannot be saved: the symbolic link {file} leads in a circle")
+            raise SettingsError(f"{what} cannot be saved: the symbolic link {file} leads in a circle")
         if file.is_dir():
-            raise SettingsError(f"the cache cannot be saved: {file} is a folder; name a file in it")
+            raise SettingsError(f"{what} cannot be saved: {file} is a folder; name a file in it")
         if not file.parent.is_dir():
-            raise SettingsError(f"the cache cannot be saved: there is no folder {file.parent}; make it first")
+            raise SettingsError(f"{what} cannot be saved: there is no folder {file.parent}; make it first")
         there = file.exists()
         if there and not file.is_file():  # opening a pipe waits for its reader, and a device keeps nothing
-            raise SettingsError(f"the cache cannot be saved: {file} is a pipe, a device or a socket; name a file")
+            raise SettingsError(f"{what} cannot be saved: {file} is a pipe, a device or a socket; name a file")
         # Only opening it tells: rights, a read-only disk, a name that is too long.
         with file.open("ab" if there else "xb"):
             pass
         if not there:
             file.unlink()
     except OSError as error:
-        raise SettingsError(f"the cache cannot be saved to {file}: {error.strerror or error}") from error
+        raise SettingsError(f"{what} cannot be saved to {file}: {error.strerror or error}") from error
 
 
 def _read(text: str, file: Path) -> Continuation:

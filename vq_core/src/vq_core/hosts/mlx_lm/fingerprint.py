@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from vq_core.files import jsontext
 from vq_core.files.jsontext import shown
 
 SAMPLED, ROWS, COLUMNS = 64, 3, 16
@@ -38,6 +39,13 @@ def fingerprint(model: Any) -> dict[str, Any]:
         "shapes": hashlib.sha256(names.encode()).hexdigest(),
         "values": digest.hexdigest(),
     }
+
+
+def identity(model: Any) -> str:
+    """One line that tells a model from another as far as its :func:`fingerprint` does: of whom constants are learnt."""
+    found = fingerprint(model)
+    kind = found["model_type"] or type(model).__name__
+    return f"{kind} {hashlib.sha256(jsontext.dump(found).encode()).hexdigest()}"
 
 
 def _sample(array: mx.array) -> mx.array:

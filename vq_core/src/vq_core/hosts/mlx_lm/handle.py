@@ -11,6 +11,7 @@ from vq_core.cache.policy import CachePolicy
 from vq_core.cache.report import LayerReport
 from vq_core.errors import SettingsError
 from vq_core.hosts.mlx_lm import hook
+from vq_core.hosts.mlx_lm.fingerprint import identity
 from vq_core.hosts.mlx_lm.layers import OURS, Place, by_layer, places
 from vq_core.hosts.mlx_lm.made import Made
 from vq_core.hosts.mlx_lm.report import LayerEntry, ModelReport
@@ -35,6 +36,10 @@ class CompressedModel:
         policy.check(len(native))
         self._count = len(native)
         self._places = places(native, policy, windows)
+        if policy.needs_calibration:
+            known = identity(model)
+            for place in self._places:
+                place.model = known
         self._refuse_what_has_no_effect()
         hook.install()
         try:

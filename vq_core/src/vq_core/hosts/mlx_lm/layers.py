@@ -41,6 +41,7 @@ class Place:
         strict_lengths: For chunks of these lengths alone; ``None``: of any length.
         dense: Why ours is read densely; empty where attention reads it.
         sliding: Tokens of the window, where ours would be a sliding one.
+        model: The model's identity, where a method's constants are learnt from it.
         settle: After the trial run, given our cache there: why the place rather keeps the model's own, or nothing.
     """
 
@@ -54,6 +55,7 @@ class Place:
     strict_lengths: tuple[int, ...] | None = None
     dense: str = ""
     sliding: int | None = None
+    model: str | None = None
     settle: Callable[[Any], str] | None = None
 
     @property
@@ -131,8 +133,9 @@ def _judge(place: Place, cache: Any, skipped: bool, windows: Windows) -> Place:
 
 def _ours(place: Place, policy: LayerPolicy, sliding: int | None = None) -> PackedKVCache:
     return PackedKVCache.from_policy(
-        policy, layer=place.layer, strict=place.strict and STRICT, strict_lengths=place.strict_lengths, sliding=sliding
-    )
+        policy, layer=place.layer, model=place.model, strict=place.strict and STRICT,
+        strict_lengths=place.strict_lengths, sliding=sliding,
+    )  # fmt: skip
 
 
 def _full_attention(cache: Any, place: Place, windows: Windows) -> Maker | None:
