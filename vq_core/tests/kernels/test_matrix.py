@@ -139,6 +139,21 @@ w[lane] = vq_bfloat_pair(x[2u * lane], x[2u * lane + 1u]);
     assert np.array_equal(got["z"][:3], [0, 0, 1]) and np.allclose(got["z"], np.exp2(x[:32]), rtol=1e-6, atol=2e-38)
 
 
+@pytest.mark.parametrize("contract", ["off", "fast"])
+def test_bytes_are_looked_up(contract: Any) -> None:
+    """Each nibble of the selector by itself; what lies above the last four is not looked at."""
+    body = "const uint lane = thread_index_in_simdgroup;\ny[lane] = vq_permute(x[lane], x[32u + lane], x[64u + lane]);"
+    x = np.random.default_rng(1).integers(0, 2**32, 96, dtype=np.uint64).astype(np.uint32)
+    x[64:80] = np.arange(16) * 0x1111
+    program = Program("permute", body, {"x": "uint32"}, {"y": "uint32"})
+    got = run(program, {}, {"x": x}, {"y": ((32,), "uint32")}, contract=contract, **ONE)["y"]
+    for lane, found in enumerate(got.tolist()):
+        bytes_ = [*int(x[lane]).to_bytes(4, "little"), *int(x[32 + lane]).to_bytes(4, "little")]
+        nibbles = [int(x[64 + lane]) >> 4 * i & 15 for i in range(4)]
+        want = [bytes_[n] if n < 8 else 255 * (bytes_[n - 8] >> 7) for n in nibbles]
+        assert list(found.to_bytes(4, "little")) == want
+
+
 # ---- the rules hold through them
 
 

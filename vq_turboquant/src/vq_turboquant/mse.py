@@ -63,6 +63,8 @@ from vq_core.codec.bits import pack_bits, unpack_bits
 from vq_core.codec.codebook import count_below, gaussian_centroids
 from vq_core.codec.projection import fold_sum
 from vq_core.kernels import KernelOffer
+from vq_core.kernels.device_form import DeviceForm
+from vq_core.kernels.skeleton.matrix import HEAD_DIMS
 from vq_core.kernels.skeleton.snippet import Snippet
 from vq_turboquant.parts import Part, extra_channels, groups_of, part_of
 
@@ -134,6 +136,7 @@ class MseState:
         order: (D,) uint32: where each channel lies in the parts' channels one after the other; None: there.
         matrix: (W, D): all rotations, with rows of zeros for codes that fill up words.
         levels: (32,): twice the centroids, so that number = level * scale; the second part's from 16 on.
+        side: ``"keys"`` or ``"values"``.
         tile_tokens: Centroids are made for so many tokens at once.
     """
 
@@ -145,6 +148,7 @@ class MseState:
     order: mx.array | None
     matrix: mx.array
     levels: mx.array
+    side: Side
     tile_tokens: int = 1024
 
     @property
@@ -213,7 +217,7 @@ def vq_prepare(ctx: PrepareContext, settings: MseSettings) -> MseState:
     order = mx.argsort(mx.concatenate([part.channels for part in parts])).astype(mx.uint32) if parts[1:] else None
     return MseState(
         parts, dim, "float16" if ctx.dtype == "float16" else "float32", mode, settings.mean == "first", order,
-        mx.concatenate(rows), mx.pad(levels, (0, 32 - levels.size)),
+        mx.concatenate(rows), mx.pad(levels, (0, 32 - levels.size)), ctx.side,
     )  # fmt: skip
 
 
@@ -227,7 +231,23 @@ def vq_layout(state: MseState) -> Layout:
     if state.mean:
         fields.append(Field("mean", "float32", (state.head_dim,), axis=None))
         fields.append(Field("turned", "float32", (state.width,), axis=None))
-    return Layout(BLOCK if state.mean else 1, tuple(fields))
+    # A form for tensor cores has blocks of 32 tokens, and one order must not pack later than the other.
+    return Layout(BLOCK if state.mean or not no_tiles(state) else 1, tuple(fields))
+
+
+def no_tiles(state: MseState) -> str:
+    """Why a side's codes have no form for tensor cores; empty where they have."""
+    if state.parts[1:]:
+        return f"two groups of channels, of {state.parts[0].bits} and {state.parts[1].bits} bits, are not one codebook"
+    if state.parts[0].bits not in (2, 4):
+        return f"codes of {state.parts[0].bits} bits are not the 2 or 4 that bytes are looked up by"
+    if state.mean:
+        return "mean=first: products on tensor cores leave a mean out"
+    if state.dtype != "float16":
+        return f"scales are {state.dtype}, those of models that are not float16; tensor cores take float16"
+    if state.head_dim not in HEAD_DIMS:
+        return f"head size {state.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    return ""
 
 
 # ---- the mathematics
@@ -368,3 +388,11 @@ def vq_snippet(state: MseState, side: Side) -> Snippet:
     from vq_turboquant.kernels.mse_snippets import snippet
 
     return snippet(state, side)
+
+
+@hookimpl
+def vq_device() -> Sequence[DeviceForm]:
+    """Codes of 2 and 4 bits as tensor cores take them: :mod:`vq_turboquant.kernels.mse_form`."""
+    from vq_turboquant.kernels.mse_form import FORMS
+
+    return FORMS

@@ -128,8 +128,11 @@ def matrix_step(
     B, heads, L, _ = queries.shape
     groups = B * view.heads * -(-(heads // view.heads * L) // COLUMNS)
     numbers = _shared_out(max(view.packed), kernels, exact_split(view, MATRIX_UNIT), kernels.slots // groups)
-    step = Step(None, None, facts_of(view), False, (list(kernels.fields[0]), list(kernels.fields[1])))  # type: ignore[arg-type]
-    own = {"T": name_of(queries.dtype)}
+    step = Step(
+        None, None, facts_of(view), False, (list(kernels.fields[0]), list(kernels.fields[1])),  # type: ignore[arg-type]
+        prepare=kernels.prepare, finish=kernels.finish,
+    )  # fmt: skip
+    own = {"T": name_of(queries.dtype)} if kernels.finish is None else {"width": view.values.exact.shape[3]}
     return _ready(step, kernels.run, kernels.merge, view, queries, scale, mask, None, sinks, backend, numbers, own)
 
 

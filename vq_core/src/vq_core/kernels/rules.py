@@ -31,7 +31,8 @@ MOST_DYNAMIC = 160 * 1024
 """Bytes of dynamic threadgroup memory that every NVIDIA GPU with these instructions has room for, but for its
 consumer variants, which have 99 KiB."""
 CUDA_ONLY = re.compile(
-    r"\b(?:vq_mma_m16n8k16|vq_transpose_8x8|vq_copy_(?:async|commit|wait)|vq_half_pair|vq_bfloat_pair|vq_exp2_fast|VQ_DYNAMIC)\b"
+    r"\b(?:vq_mma_m16n8k16|vq_transpose_8x8|vq_copy_(?:async|commit|wait)|vq_half_pair|vq_bfloat_pair|vq_exp2_fast"
+    r"|vq_permute|VQ_DYNAMIC)\b"
 )
 MOST_LAUNCHES = 1024
 SIMD = 32

@@ -37,9 +37,12 @@ def matrix_kernel(keys: BoundSide, values: BoundSide) -> Kernel:
     portable = pair_of(keys, values, dtype)
     own = matrix_pair(keys.held.matrix, values.held.matrix, keys.ctx.dtype)
     told = reference(portable, keys, values)
+    spare: dict[str, mx.array] = {"mask": NOTHING}  # what the portable skeleton takes besides
+    for known in (portable.keys, portable.values):
+        spare |= {f"{known.prefix}_{name}": array for name, array in known.snippet.constants.items()}
 
     def equals(*inputs: mx.array, folded: int, **numbers: Any) -> Sequence[mx.array]:
-        a: Mapping[str, mx.array] = dict(zip(own.run.inputs, inputs, strict=True)) | {"mask": NOTHING}
+        a: Mapping[str, mx.array] = dict(zip(own.run.inputs, inputs, strict=True)) | spare
         return merged(*told(*(a[name] for name in portable.run.inputs), masked=0, **numbers))
 
     def some() -> Iterator[Case]:

@@ -123,6 +123,11 @@ VQ_FN uint vq_transpose_8x8(uint pair) {
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(turned) : "r"(pair));
   return turned;
 }
+VQ_FN uint vq_permute(uint a, uint b, uint selector) {
+  uint found;
+  asm("prmt.b32 %0,%1,%2,%3;" : "=r"(found) : "r"(a), "r"(b), "r"(selector));
+  return found;
+}
 VQ_FN uint vq_half_pair(float low, float high) {
   uint pair;
   asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(pair) : "f"(high), "f"(low));

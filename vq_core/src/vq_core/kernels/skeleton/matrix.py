@@ -73,14 +73,20 @@ class MatrixSnippet:
     Tile ``acc[n]`` holds channels 16 n + g and 16 n + g + 8; ``extra[0]`` is a tile of the snippet's own, whose row 8
     must become the sums of the weights (a row of ones in A).  ``matrix_finish`` makes ``acc`` the sums.
 
+    A method that stores its tokens in another basis, of as many numbers, says how to get there and back, as a
+    :class:`~vq_core.kernels.skeleton.snippet.Snippet` does; exact tokens stay in the model's.
+
     Attributes:
         side: ``"keys"`` or ``"values"``.
-        name: Letters, digits and underscores; all that the text depends on.
+        name: Letters, digits and underscores; all that the text depends on, and whether there is a ``prepare``.
         head_dim: D, one of 64, 96, 128, 192, 256.
         fields: In the order in which a step holds them.
         text: In the dialect, for CUDA and the simulator.
         scale: Of keys, see above.
         page: Tokens of a page.
+        prepare: Keys: queries (B, H_q, L, D), float32, into the stored basis, (B, H_q, L, D) float32. ``None``: as
+            they are, and the kernel takes no more of them than the model gives.
+        finish: Values: sums of packed tokens (B, H_q, L, D_v), float32, out of the stored basis. ``None``: as they are.
     """
 
     side: Side
@@ -90,10 +96,16 @@ class MatrixSnippet:
     text: str
     scale: float = 1.0
     page: int = 128
+    prepare: Callable[[mx.array], mx.array] | None = None
+    finish: Callable[[mx.array], mx.array] | None = None
 
     def __attrs_post_init__(self) -> None:
         wrong = ""
-        if not re.fullmatch(r"\w+", self.name, re.ASCII):
+        if self.prepare is not None and self.side != "keys":
+            wrong = "queries are prepared for keys, not for values"
+        elif self.finish is not None and self.side != "values":
+            wrong = "sums are finished for values, not for keys"
+        elif not re.fullmatch(r"\w+", self.name, re.ASCII):
             wrong = "its name must be letters, digits and underscores"
         elif self.head_dim not in HEAD_DIMS:
             wrong = f"head size {self.head_dim}: accepted are {', '.join(map(str, HEAD_DIMS))}"
@@ -200,6 +212,8 @@ def matrix_text(
         "FIRST_FIELD_shape": f"k_{keys.fields[0].name}_shape", "LOAD": "\n      ".join(loads),
         "CLEAR": "\n    ".join(clear), "CHANNEL": "16u * i + g", "NEXT": "8u",
     }  # fmt: skip
+    asked = text.PLAIN if keys.prepare is None else text.PREPARED
+    constants |= {word: part.replace("PAIRS", constants["PAIRS"]) for word, part in asked.items()}
 
     def filled(part: str) -> str:
         return re.sub(r"\b[A-Z][A-Za-z_]*\b", lambda word: constants.get(word[0], word[0]), part)
@@ -227,7 +241,8 @@ def matrix_pass(
 ) -> Kernel:
     """The kernel that attends to packed tokens alone (``exact_splits=0``).
 
-    Inputs ``q`` (B, H_q, L, D) float16 or bfloat16, not scaled; ``rows`` (B, 8) int32, see ``FACTS``; the device
+    Inputs ``q`` (B, H_q, L, D) float16 or bfloat16, not scaled; ``prepared``, what the keys' ``prepare`` makes of it,
+    if there is one; ``rows`` (B, 8) int32, see ``FACTS``; the device
     fields of the keys, ``k_<name>``, and of the values, ``v_<name>``, (N pages, H, ...); ``k_table`` and ``v_table``
     (B, depth) int32, the page of row b and depth d, read where ``regular`` is 0 (else it is d * B + b).  Run-time
     numbers: ``scale_bits``, the scale times log2(e) as the bits of a float; ``causal``; ``splits``; ``exact_splits``;
@@ -264,7 +279,7 @@ def matrix_pass(
             (parts.shared, parts.common, "const uint split = turn;", parts.accumulators, parts.packed, parts.mix)
         ),
         header=parts.header,
-        inputs={"q": "Q", "rows": "int32", **dict(fields), "k_table": "int32", "v_table": "int32"},
+        inputs={"q": "Q", **prepared(keys), "rows": "int32", **dict(fields), "k_table": "int32", "v_table": "int32"},
         outputs={"sums": Output("float32", shape(values.head_dim)), "tops": Output("float32", shape(2))},
         parameters={"Q": ("float16", "bfloat16")},
         numbers=NUMBERS,
@@ -279,6 +294,11 @@ def matrix_pass(
         dynamic_bytes=parts.dynamic_bytes,
         compared=merged,
     )
+
+
+def prepared(keys: MatrixSnippet) -> dict[str, str]:
+    """The input that queries in the stored basis are, where there is one."""
+    return {} if keys.prepare is None else {"prepared": "float32"}
 
 
 def merged(sums: mx.array, tops: mx.array) -> tuple[mx.array, ...]:
@@ -305,6 +325,8 @@ def wrong(call: Call, keys: MatrixSnippet, values: MatrixSnippet) -> str:
         return f"q {q} must be (B, H_q, L, {keys.head_dim})"
     if q[2] > MOST_QUERIES:
         return f"{q[2]} queries a row: at most {MOST_QUERIES} are accepted"
+    if keys.prepare is not None and call.shapes["prepared"] != q:
+        return f"prepared {call.shapes['prepared']} must be {q}, as q"
     if rows != (q[0], FACTS):
         return f"rows {rows} must be {(q[0], FACTS)}"
     if not 0 < numbers["scale_bits"] < INFINITE_BITS:

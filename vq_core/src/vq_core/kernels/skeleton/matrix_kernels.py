@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import mlx.core as mx
 
 from vq_core.errors import PluginError, UnsupportedShapeError
 from vq_core.kernels.kernel import Call, Kernel, Output
-from vq_core.kernels.skeleton.kernels import MERGE
-from vq_core.kernels.skeleton.matrix import NUMBERS, MatrixSnippet, grid_splits, matrix_text, wrong
+from vq_core.kernels.skeleton.kernels import MERGE, MERGE_APART
+from vq_core.kernels.skeleton.matrix import NUMBERS, MatrixSnippet, grid_splits, matrix_text, prepared, wrong
 
 COLUMNS = 8
 """Query rows of a threadgroup: the columns of a tensor-core tile."""
@@ -32,6 +32,8 @@ class MatrixPair:
         step: Packed tokens that a warp takes at once.
         slots: Threadgroups that run at once.
         fields: For each side the fields in the order in which the kernel takes them.
+        prepare: The keys' snippet's.
+        finish: The values' snippet's; with it exact and packed sums are merged apart.
     """
 
     run: Kernel
@@ -39,10 +41,12 @@ class MatrixPair:
     step: int
     slots: int
     fields: tuple[tuple[str, ...], tuple[str, ...]]
+    prepare: Callable[[mx.array], mx.array] | None = None
+    finish: Callable[[mx.array], mx.array] | None = None
 
 
 _lock = threading.Lock()
-_made: dict[str, MatrixPair] = {}
+_made: dict[tuple[str, bool, bool], MatrixPair] = {}
 
 
 def matrix_pair(keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> MatrixPair:
@@ -55,9 +59,11 @@ def matrix_pair(keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> Matri
         raise UnsupportedShapeError(f"tensor cores take float16 and bfloat16 queries, not {dtype}")
     name = f"attend_matrix_{keys.name}_{values.name}_{dtype}"
     with _lock:
-        if name not in _made:
-            _made[name] = _pair(name, keys, values, dtype)
-        return _made[name]
+        key = (name, keys.prepare is not None, values.finish is not None)
+        if key not in _made:
+            _made[key] = _pair(name, keys, values, dtype)
+        # One text serves all layers, whose rotations differ.
+        return attrs.evolve(_made[key], prepare=keys.prepare, finish=values.finish)
 
 
 def _pair(name: str, keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> MatrixPair:
@@ -104,7 +110,7 @@ if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
         stands_for="attend",
         body=body,
         header=parts.header,
-        inputs={"q": "Q", "rows": "int32"}
+        inputs={"q": "Q"} | prepared(keys) | {"rows": "int32"}
         | {"exact_k": dtype, "exact_v": dtype, "sink_k": dtype, "sink_v": dtype}
         | {"k_table": "int32", "v_table": "int32"} | dict(fields),
         outputs={"sums": partial(V), "tops": partial(2)},
@@ -122,7 +128,8 @@ if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
     )  # fmt: skip
     slots = PROCESSORS * max(1, min(3, THREADGROUP_MEMORY // (parts.dynamic_bytes + RESERVED)))
     names = tuple(tuple(f.name for f in s.fields) for s in (keys, values))
-    return MatrixPair(run, MERGE, parts.step, slots, names)  # type: ignore[arg-type]
+    merge = MERGE if values.finish is None else MERGE_APART
+    return MatrixPair(run, merge, parts.step, slots, names)  # type: ignore[arg-type]
 
 
 def _not_here(*inputs: mx.array, **parameters: object) -> Sequence[mx.array]:

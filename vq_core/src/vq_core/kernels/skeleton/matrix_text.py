@@ -79,16 +79,14 @@ for (uint i = 0u; i + 1u < STAGES; ++i) {
 }
 VQ_LOCAL(uint, query, PAIRS);
 float back = 1.0f;
-{
+{OWN
   // The lane's part of query row g: channels 8 p + 2 t and the next, as halves below 1 with the power of two apart.
   const uint m = m0 + min(g, held - 1u), group = m / L;
   const uint first = (((b * Hq + h * (Hq / H) + group) * L + (m - group * L)) * D + 2u * t) / 2u;
   float highest = 0.0f;
   VQ_UNROLL
   for (uint p = 0u; p < PAIRS; ++p) {
-    const uint pair = vq_view<uint>(q)[first + 4u * p];
-    query[p] = pair;
-    const float2 both = matrix_floats(pair, Q(0.0f));
+    READ
     highest = max(highest, max(fabs(both.x), fabs(both.y)));
   }
   highest = max(highest, simd_shuffle_xor(highest, 1u));
@@ -99,7 +97,7 @@ float back = 1.0f;
   back = as_type<float>((power + 1u) << 23);
   VQ_UNROLL
   for (uint p = 0u; p < PAIRS; ++p) {
-    const float2 both = matrix_floats(query[p], Q(0.0f));
+    const float2 both = AGAIN;
     const float by = down * matrix_fold(p);
     query[p] = vq_half_pair(both.x * by, both.y * by);
   }
@@ -180,6 +178,21 @@ for (uint step = low + warp; step < high; step += WARPS) {
 vq_copy_wait<0>();
 matrix_finish(lane, acc, extra);
 """
+
+PLAIN = {
+    "OWN": "",
+    "READ": """const uint pair = vq_view<uint>(q)[first + 4u * p];
+    query[p] = pair;
+    const float2 both = matrix_floats(pair, Q(0.0f));""",
+    "AGAIN": "matrix_floats(query[p], Q(0.0f))",
+}
+"""Queries as the model gives them."""
+PREPARED = {
+    "OWN": "",
+    "READ": "const float2 both = vq_view<float2>(prepared)[first + 4u * p];",
+    "AGAIN": "vq_view<float2>(prepared)[first + 4u * p]",
+}
+"""In the basis that the keys are stored in."""
 
 MIX = """
 // The warps' sums become one: a row of 8 queries a warp, padded so that no two lanes meet in a bank.

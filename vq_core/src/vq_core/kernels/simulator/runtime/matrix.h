@@ -14,6 +14,16 @@ VQ_FN float vq_low(uint pair, bfloat) { return as_type<float>(pair << 16); }
 VQ_FN float vq_high(uint pair, bfloat) { return as_type<float>(pair & 0xffff0000u); }
 VQ_FN uint vq_half_pair(float low, float high) { return uint(vq_half_bits(low)) | uint(vq_half_bits(high)) << 16; }
 VQ_FN uint vq_bfloat_pair(float low, float high) { return uint(vq_bfloat_bits(low)) | uint(vq_bfloat_bits(high)) << 16; }
+// Four bytes out of eight; from 8 on a nibble asks for the sign of a byte, eight times.
+VQ_FN uint vq_permute(uint a, uint b, uint selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint found = 0;
+  for (uint i = 0; i < 4; ++i) {
+    const uint nibble = selector >> (4 * i) & 15u, one = uint(bytes >> (8 * (nibble & 7u))) & 255u;
+    found |= (nibble < 8 ? one : one >> 7 ? 255u : 0u) << (8 * i);
+  }
+  return found;
+}
 VQ_FN float vq_exp2_fast(float x) { return x < -126.0f ? 0.0f : exp2(x); }
 
 // Of each SIMD group the numbers of two products: nobody comes to a third before all have read the first.
