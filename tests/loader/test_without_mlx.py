@@ -58,6 +58,7 @@ def test_a_good_methods_bits_are_shown(site: Any) -> None:
     assert child.code == 0, child.err
     assert "keys (head size 64)" in child.out
     assert "= 16 bits per element" in child.out
+    assert "bfloat16 models are refused" in child.out  # it packs what it is given, and promises float16
 
 
 @pytest.mark.parametrize("command", [["list-methods"], ["list-methods", "--json"], ["--version"], ["--help"]])

@@ -173,21 +173,24 @@ def _bits(facts: MethodFacts, text: str, head_dim: int) -> Iterator[tuple[str, s
             for dtype in ("float16", "bfloat16", "float32")
         }
         try:
-            layouts = {dtype: _layout(text, context) for dtype, context in contexts.items()}
+            layout = _layout(text, contexts.pop("float16"))
         except VQError as error:
             # Refusing a head size or asking for calibration is an answer; the rest of the page still helps.
             said = f"refused: {error}"
         except ImportError as error:
             said = f"needs MLX ({error}); see `vq doctor`"
         else:
-            layout = layouts["float16"]
             codes, metadata = layout.bits_per_element(head_dim)
             said = f"{codes:.4g} codes + {metadata:.4g} metadata = {codes + metadata:.4g} bits per element"
             if layout.sequence:
                 said += f", and {sum(f.nbytes for f in layout.sequence):,} bytes a KV head once a sequence"
             # Scales of other models may be wider: a figure of float16 alone would be too low for them.
-            for dtype, other in layouts.items():
-                bits = sum(other.bits_per_element(head_dim))
+            for dtype, context in contexts.items():
+                try:
+                    bits = sum(_layout(text, context).bits_per_element(head_dim))
+                except VQError as error:
+                    said += f"; {dtype} models are refused: {error}"
+                    continue
                 if bits != codes + metadata:
                     said += f"; {bits:.4g} in {dtype} models"
         yield f"{side} (head size {head_dim})", said
