@@ -23,6 +23,7 @@ from vq_core.bench.inputs import noise
 from vq_core.cache.policy import ATTENTION, LayerPolicy
 from vq_core.calibration.stand_in import completed
 from vq_core.errors import SettingsError, VQError
+from vq_core.evaluate.arms import paired
 from vq_core.hosts.mlx_lm import rivals
 
 METHODS = ("kivi:bits=2", "kivi:bits=4")
@@ -39,7 +40,8 @@ class Wanted:
     """What to measure.
 
     Attributes:
-        methods: Texts such as ``"kivi:bits=2"``, for keys and values both.
+        methods: Texts such as ``"kivi:bits=2"``, for keys and values both; one that holds one side only goes with
+            ``PARTNER`` on the other.
         tokens: S, the lengths of the cache, window included.
         batch, heads, kv_heads, head_dim: B, query heads, KV heads, D.
         dtype: Of queries, keys and values.
@@ -93,10 +95,11 @@ class Wanted:
         every = [t for t in ATTENTION if t != "auto"]
         tiers = {t: True for t in self.tiers if t != EVERY_TIER}
         tiers |= {t: False for t in every if EVERY_TIER in self.tiers and t not in tiers}
-        made = {text: completed(text, [(self.kv_heads, self.head_dim)]) for text in self.methods}
+        shape = [(self.kv_heads, self.head_dim)]
+        made = {name: [completed(text, shape) for text in both] for name, both in map(paired, self.methods)}
         return [
-            (text, LayerPolicy.make(method=whole, attention=tier, residual=self.residual), named)
-            for text, whole in made.items()
+            (name, LayerPolicy.make(keys=keys, values=values, attention=tier, residual=self.residual), named)
+            for name, (keys, values) in made.items()
             for tier, named in tiers.items()
         ]
 
@@ -144,7 +147,7 @@ def _arms(wanted: Wanted, shape: Shape, left_out: list[dict[str, Any]]) -> list[
             left_out.append({"tokens": shape.tokens, "arm": arm.name, "reason": reason})
             continue
         ours.append(arm)
-        width = getattr(policy.keys.settings, "bits", None)
+        width = _whole(getattr(policy.keys.settings, "bits", None))
         refused = rivals.quantized_refuses(width, shape.head_dim)
         if refused:
             entry = {"tokens": shape.tokens, "arm": f"mlx-lm quantized, as {text}", "reason": refused}
@@ -152,6 +155,11 @@ def _arms(wanted: Wanted, shape: Shape, left_out: list[dict[str, Any]]) -> list[
         elif width is not None:
             bits[width] = None
     return [Dense(shape), *ours, *(Quantized(shape, width) for width in bits)]
+
+
+def _whole(bits: Any) -> int | None:
+    """A width that mlx-lm's quantized cache may have; ``None`` for what is no whole number of bits."""
+    return int(bits) if isinstance(bits, (int, float)) and bits == int(bits) else None
 
 
 def _tried(arm: Packed, shape: Shape, wanted: Wanted, named: bool) -> str:

@@ -212,6 +212,7 @@ class Packed:
         return {
             "kind": self.kind,
             "method": self.policy.keys.text,
+            "values": self.policy.values.text,
             "tier": self.policy.attention,
             "attention": report.attention,
             "operations": list(report.operations),
