@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any
 
@@ -31,11 +31,12 @@ class Gpu:
 
     def run(self, kernel: Kernel, inputs: Sequence[mx.array], launch: Launch) -> tuple[mx.array, ...]:
         """Put the call into MLX's graph."""
-        if not launch.prepared:
-            launch.prepared.update(arguments(kernel, launch))
-            self.variants.add((kernel.name, str(launch.prepared["template"])))
-        outputs: list[mx.array] = self.made(kernel)(inputs=list(inputs), **launch.prepared)
-        return tuple(outputs)
+        call = launch.prepared.get(self.backend)
+        if call is None:
+            given = arguments(kernel, launch)
+            self.variants.add((kernel.name, str(given["template"])))
+            call = launch.prepared[self.backend] = partial(self.made(kernel), **given)
+        return tuple(call(inputs=inputs))
 
     def made(self, kernel: Kernel) -> Any:
         """MLX's object for a kernel."""
