@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from vq_core.kernels.included import included
 from vq_core.kernels.kernel import Kernel, Launch
 from vq_core.kernels.rules import DTYPES, Backend, stripped
 
@@ -43,8 +44,11 @@ class Gpu:
         made = self._made.get(kernel)
         if made is None:
             with self._lock:
-                make = mx.fast.metal_kernel if self.backend == "metal" else mx.fast.cuda_kernel
-                made = self._made.setdefault(kernel, make(**declaration(kernel, self.backend)))
+                given = declaration(kernel, self.backend)
+                if self.backend == "metal":
+                    made = self._made.setdefault(kernel, mx.fast.metal_kernel(**given))
+                else:
+                    made = self._made.setdefault(kernel, mx.fast.cuda_kernel(**included(given)))
         return made
 
 
