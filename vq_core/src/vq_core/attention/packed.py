@@ -73,9 +73,9 @@ def attend(
     """
     fresh = fresh_of(view)
     steady = None if trying else view.steady
-    ready = None if steady is None else steady.ready
-    if ready is not None:
-        step = ready.step(view, queries, scale, mask, sinks, tier, fresh)
+    ready: Ready | None = None if steady is None else steady.ready
+    if ready is not None and ready.like(queries, scale, mask, sinks, tier, fresh, view.length):
+        step = ready.kind.step(view)
         if step is not None:
             return step(view, queries, sinks, None, ready.stored)
     key = None if trying else _key(view, queries, scale, mask, sinks, tier, fresh)
@@ -85,7 +85,8 @@ def attend(
         if step is not None:
             if steady is not None and sinks is None:
                 steady.ready = Ready(
-                    kind, tier, scale, mask, queries.shape, queries.dtype, fresh, step.stored(view)  # type: ignore[arg-type]
+                    kind, tier, scale, mask, queries.shape, queries.dtype, fresh,  # type: ignore[arg-type]
+                    step.stored(view), (0,) * view.rows,
                 )  # fmt: skip
             return step(view, queries, sinks)
     _check(view, queries, sinks, tier)

@@ -9,7 +9,7 @@ import attrs
 import mlx.core as mx
 
 from vq_core.attention.view import CacheView, SideView, decode_depths
-from vq_core.cache.steady import Steady, room
+from vq_core.cache.steady import Coming, Steady, room
 from vq_core.cache.store import PageStore
 from vq_core.cache.window import Window, owned
 from vq_core.errors import CacheStateError
@@ -86,14 +86,14 @@ class History:
 
     # ---- growing
 
-    def step(self, keys: mx.array, values: mx.array) -> tuple[Window, CacheView] | None:
-        """What :meth:`update` would make of this history where it would only append, as in most decode steps.
+    def step(self, keys: mx.array, values: mx.array) -> tuple[History, Coming] | None:
+        """What :meth:`update` would make of this history where it would only append; this one stays as it is.
 
-        Nothing here takes longer for more packed tokens.
+        Most decode steps are of this kind. Nothing here takes longer for more packed tokens.
 
         Returns:
-            The window for :meth:`stepped`, and the reading; ``None`` where tokens would be packed or dropped, and for
-            keys and values that are not like the last ones, which may be what is refused.
+            The history after it and the reading; ``None`` where tokens would be packed or dropped, and for keys and
+            values that are not like the last ones, which may be what is refused.
         """
         steady, window = self._steady, self.window
         if (
@@ -107,28 +107,21 @@ class History:
         ):
             return None
         length = steady.length
-        first = window.counts[0] + length
-        if first > steady.most:
+        if window.counts[0] + length > steady.most:
             return None
-        grown = window.grown(keys, values, length)
-        return grown, self._reading(steady, grown, length)
-
-    def stepped(self, window: Window, length: int) -> History:
-        """The history after a step; this one stays as it is."""
         new = History.__new__(History)
         new.__dict__.update(self.__dict__)
-        new.window, new._queries = window, length
-        return new
+        new.window, new._queries = window.grown(keys, values, length), length
+        return new, Coming(new._reading, steady, new.window, length, self.sliding is None)
 
-    def _reading(self, steady: Steady, window: Window, queries: int) -> CacheView:
+    def _reading(self, steady: Steady, queries: int) -> CacheView:
         """The view of all tokens; of a sliding window those that the newest ``queries`` attend to together."""
-        bound = self.bound
+        window, bound = self.window, self.bound
         columns = steady.columns + window.counts[0]
         hidden: tuple[int, ...] = ()
         if self.sliding is not None:
-            more = window.counts[0] - self.window.counts[0]
-            shown = self._shown([n + more for n in self.lengths], queries)
-            hidden = tuple([n + more - m for n, m in zip(self.held, shown, strict=True)])
+            shown = self._shown(self.lengths, queries)
+            hidden = tuple([n - m for n, m in zip(self.held, shown, strict=True)])
             columns = max(shown)
         return CacheView(
             SideView(bound["keys"], steady.keys, None, window.sink_keys, window),
@@ -366,7 +359,7 @@ class History:
     def view(self, shown: Sequence[int] | None = None) -> CacheView:
         """All tokens as they are stored; of a sliding window those that the newest token attends to, or ``shown``."""
         if shown is None and self._steady is not None:
-            return self._reading(self._steady, self.window, 1)
+            return self._reading(self._steady, 1)
         assert self.window.keys is not None and self.window.values is not None
         shown = self._shown(self.lengths) if shown is None else shown
         return self._view(self.packed, self.window.counts, self.window.keys, self.window.values, shown)

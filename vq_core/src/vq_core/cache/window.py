@@ -67,8 +67,8 @@ class Window:
     def _join(self) -> None:
         if self._new is not None:
             assert self._keys is not None and self._values is not None
-            keys, values = (mx.concatenate(both, 2) for both in zip((self._keys, self._values), self._new, strict=True))
-            self.settle(keys, values)
+            keys, values = self._new
+            self.settle(mx.concatenate([self._keys, keys], 2), mx.concatenate([self._values, values], 2))
 
     def exact(self, side: str) -> mx.array:
         """All tokens of a side."""
