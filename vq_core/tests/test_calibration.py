@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import attrs
 import mlx.core as mx
@@ -183,7 +184,7 @@ def test_facts_say_what_calibration_needs() -> None:
 
 
 def text(path: Path) -> str:
-    return f"learnt:artifact={path}"
+    return f"learnt:artifact={quote(str(path))}"
 
 
 def test_a_file_serves_the_layer_side_that_it_was_learnt_from(tmp_path: Path) -> None:
@@ -327,6 +328,31 @@ def test_a_saved_cache_is_read_with_its_own_artifact_only(tmp_path: Path) -> Non
         PackedKVCache.from_state([json.dumps(description), *state[1:]])
     path.unlink()
     with pytest.raises(FormatError, match="cannot be read"):
+        PackedKVCache.from_state(state)
+
+
+def test_a_saved_cache_is_read_wherever_a_file_of_that_content_lies(tmp_path: Path) -> None:
+    """Once the process has read it there; the cache then names the place where it lies."""
+    path, moved = tmp_path / "a.vqa", tmp_path / "other folder" / "b,c.vqa"
+    digest = made(path).digest
+    cache = fed(path)
+    state = cache.state
+    moved.parent.mkdir()
+    path.rename(moved)
+    with pytest.raises(
+        FormatError, match=f"SHA-256 '{digest}'; the artifact .* cannot be read: .*compress the model with it"
+    ):
+        PackedKVCache.from_state(state)
+    elsewhere = fed(moved)
+    again = PackedKVCache.from_state(state)
+    assert again.policy == elsewhere.policy and np.array_equal(again.decode()[0], cache.decode()[0])
+    assert PackedKVCache.from_state(again.state).policy == elsewhere.policy
+    made(path, Model(tokens=41))  # another file at the old place does not hide it
+    again = PackedKVCache.from_state(state)
+    assert again.policy == elsewhere.policy and np.array_equal(again.decode()[0], cache.decode()[0])
+    assert PackedKVCache.join([cache, again]).state and PackedKVCache.join([again, cache]).offset == 60
+    moved.unlink()
+    with pytest.raises(FormatError, match=f"packed with the artifact of SHA-256 '{digest}', that of"):
         PackedKVCache.from_state(state)
 
 
