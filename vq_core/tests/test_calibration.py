@@ -155,6 +155,33 @@ def test_what_cannot_be_learnt_is_one_error(tmp_path: Path, options: dict[str, A
     assert not path.exists()
 
 
+def test_a_head_size_that_no_file_helps_is_refused_before_one_is_asked_for(tmp_path: Path) -> None:
+    """At the first tokens of the model, and in a cache before its settings are found to name no file."""
+    hooks = {name: getattr(LEARNT, name) for name in dir(LEARNT) if name.startswith("vq_")}
+    facts = LEARNT.vq_method()
+
+    def vq_method() -> Any:
+        able = attrs.evolve(facts.capabilities, head_dims=(8, 9, 10, 12))
+        return attrs.evolve(facts, name="sizes", capabilities=able)
+
+    plugin = SimpleNamespace(**hooks | {"vq_method": hookimpl(vq_method)})
+    steps: list[int] = []
+    model = Model()
+
+    def read(heard: Any) -> Iterator[int]:
+        for count in model.read(heard):
+            steps.append(count)
+            yield count
+
+    with registered(plugin):
+        for text in ("sizes", f"sizes:artifact={tmp_path / 'none'}"):
+            with pytest.raises(UnsupportedShapeError, match=r"'sizes': head size 16 .*accepted are 8 to 10, 12$"):
+                binding.bind(text, CONTEXT)
+        with pytest.raises(UnsupportedShapeError, match=r"layer 0, keys: .*head size 16 .*accepted are 8 to 10, 12$"):
+            learn.calibrate("sizes", read, range(model.tokens), tmp_path / "a", model="tiny 1")
+    assert not steps and not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize("gives", [None, {}, {"low": 1.0}, [1]])
 def test_a_method_that_gives_no_arrays_is_named(tmp_path: Path, gives: Any) -> None:
     hooks = {name: getattr(LEARNT, name) for name in dir(LEARNT) if name.startswith("vq_")}

@@ -214,10 +214,11 @@ def artifact_of(record: MethodRecord, choice: SideChoice, ctx: PrepareContext) -
     Raises:
         SettingsError: no file is named, or one of another method, other settings, another model or other layers.
         FormatError: no file, a damaged one, one of another format or version.
-        UnsupportedShapeError: learnt for another number of heads or head size.
+        UnsupportedShapeError: a head size that the method refuses, or one of another number of heads or head size.
     """
     if record.facts is None or not record.facts.capabilities.needs_calibration:
         return None
+    check_size(record, ctx.head_dim)
     path, wanted = getattr(choice.settings, SETTING), settings_text(choice.settings)
     command = f"vq calibrate MODEL --method {record.name}:{wanted} --text FILE --out FILE"
     if not path:
@@ -236,6 +237,20 @@ def artifact_of(record: MethodRecord, choice: SideChoice, ctx: PrepareContext) -
     if wrong:
         raise SettingsError(f"{where} {wrong}; make one: {command}")
     return Artifact(_entry(file, ctx, where, command), file.digest)
+
+
+def check_size(record: MethodRecord, head_dim: int) -> None:
+    """Before anything is asked for or learnt: no file would help.
+
+    Raises:
+        UnsupportedShapeError: a head size that is none of those that the method declares.
+    """
+    assert record.facts is not None
+    able = record.facts.capabilities
+    if able.head_dims is not None and head_dim not in able.head_dims:
+        raise UnsupportedShapeError(
+            f"method {record.name!r}: head size {head_dim} is refused with any artifact; accepted are {able.sizes}"
+        )
 
 
 def _whose(file: Learnt, record: MethodRecord, choice: SideChoice, ctx: PrepareContext) -> str:
