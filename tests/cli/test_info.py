@@ -46,6 +46,9 @@ def test_head_sizes_and_other_models_are_told(vq: Vq) -> None:
 
 def test_nothing_is_promised_of_what_is_refused(vq: Vq) -> None:
     """No bound of errors and no bits for settings or sizes that no side takes; of those that are taken, both."""
+    _, out, _ = vq("info", "vecinfer:sub=8,centroids=1024,codebooks=subspace", "--head-dim", 64)
+    said = " ".join(out.split())  # a stand-in is learnt from as many numbers as this needs
+    assert said.count("= 1.25 bits per element") == 2 and "refused: " not in said, said
     for method, dim in (("turboquant_mse", 513), ("turboquant_rvq", 1025), ("vecinfer:sub=8,centroids=256", 72)):
         status, out, _ = vq("info", method, "--head-dim", dim)
         said = " ".join(out.split())
