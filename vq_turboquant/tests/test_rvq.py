@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,14 +10,10 @@ from vq_core import PackedKVCache
 from vq_core.api import PrepareContext, SettingsError, UnsupportedShapeError
 from vq_core.bench.kernels import Wanted, choices
 from vq_core.codec.codebook import boundaries, gaussian_centroids
-from vq_core.kernels.golden import differences
 from vq_core.plugins.binding import bind
-from vq_core.plugins.offered import offered_kernels
 from vq_core.plugins.reach import state_arrays
 from vq_core.testing.kit import round_trip
 from vq_turboquant.rvq import BITS, ERRORS, stage2_centroids
-
-GOLDEN = Path(__file__).parent / "golden_rvq"
 
 
 def bound(text: str, dim: int, side: str = "keys", dtype: str = "float16"):
@@ -138,11 +132,6 @@ def test_the_bench_lists_it() -> None:
     assert found[0].startswith("turboquant_rvq:bits=2+2") and found[1] == "2+2" and not left_out
     swept, _ = choices(Wanted(methods=("turboquant_prod",)))
     assert [bits for _, bits, _ in swept] == [2, 4]
-
-
-def test_golden_text() -> None:
-    found = differences([one.kernel for one in offered_kernels("turboquant_rvq", one_pass=True)[0]], GOLDEN)
-    assert not found, "\n".join([*found, f"if meant: python -m vq_core.kernels.golden turboquant_rvq {GOLDEN}"])
 
 
 @pytest.mark.parametrize(("bits", "table"), [("1+1", 8), ("2+2", 16), ("4+4", 256)])
