@@ -31,7 +31,7 @@ class MatrixPair:
         merge: The merging of its splits.
         step: Packed tokens that a warp takes at once.
         slots: Threadgroups that run at once.
-        fields: For each side the fields in the order in which the kernel takes them.
+        fields: For each side the fields in the order in which the kernel takes them, and its snippet's constants.
         prepare: The keys' snippet's.
         finish: The values' snippet's; with it exact and packed sums are merged apart.
     """
@@ -40,7 +40,7 @@ class MatrixPair:
     merge: Kernel
     step: int
     slots: int
-    fields: tuple[tuple[str, ...], tuple[str, ...]]
+    fields: tuple[tuple[str | mx.array, ...], tuple[str | mx.array, ...]]
     prepare: Callable[[mx.array], mx.array] | None = None
     finish: Callable[[mx.array], mx.array] | None = None
 
@@ -62,12 +62,16 @@ def matrix_pair(keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> Matri
         key = (name, keys.prepare is not None, values.finish is not None)
         if key not in _made:
             _made[key] = _pair(name, keys, values, dtype)
-        # One text serves all layers, whose rotations differ.
-        return attrs.evolve(_made[key], prepare=keys.prepare, finish=values.finish)
+        # One text serves all layers, whose rotations and constants differ.
+        read = tuple((*(field.name for field in s.fields), *s.constants.values()) for s in (keys, values))
+        return attrs.evolve(_made[key], prepare=keys.prepare, finish=values.finish, fields=read)
 
 
 def _pair(name: str, keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> MatrixPair:
     parts = matrix_text(keys, values, dtype=dtype)
+    if parts.dynamic_bytes + RESERVED > THREADGROUP_MEMORY:
+        said = f"{parts.dynamic_bytes} bytes of threadgroup memory, of which tensor cores' kernels have"
+        raise UnsupportedShapeError(f"{keys.name} with {values.name} takes {said} {THREADGROUP_MEMORY - RESERVED}")
     D, V = keys.head_dim, values.head_dim
     # Exact tokens have threadgroups of their own, or come first in some of those that take packed ones.
     body = f"""
@@ -86,7 +90,7 @@ if (phase == 0u) {{
 if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
 }}
 """
-    fields = [(f"{s.prefix}_{f.name}", f.dtype) for s in (keys, values) for f in s.fields]
+    fields = {**keys.inputs, **values.inputs}
 
     def partial(*last: int) -> Output:
         def shape(call: Call) -> tuple[int, ...]:
@@ -112,7 +116,7 @@ if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
         header=parts.header,
         inputs={"q": "Q"} | prepared(keys) | {"rows": "int32"}
         | {"exact_k": dtype, "exact_v": dtype, "sink_k": dtype, "sink_v": dtype}
-        | {"k_table": "int32", "v_table": "int32"} | dict(fields),
+        | {"k_table": "int32", "v_table": "int32"} | fields,
         outputs={"sums": partial(V), "tops": partial(2)},
         parameters={"Q": (dtype,)},
         numbers=(*NUMBERS, "length"),
@@ -127,9 +131,8 @@ if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
         dynamic_bytes=parts.dynamic_bytes,
     )  # fmt: skip
     slots = PROCESSORS * max(1, min(3, THREADGROUP_MEMORY // (parts.dynamic_bytes + RESERVED)))
-    names = tuple(tuple(f.name for f in s.fields) for s in (keys, values))
     merge = MERGE if values.finish is None else MERGE_APART
-    return MatrixPair(run, merge, parts.step, slots, names)  # type: ignore[arg-type]
+    return MatrixPair(run, merge, parts.step, slots, ((), ()))
 
 
 def _not_here(*inputs: mx.array, **parameters: object) -> Sequence[mx.array]:
