@@ -231,9 +231,9 @@ def matrix_text(
                 words = f"{name}_AT + filled * {name}_WORDS + i"
                 clear.append(f"for (uint i = lane; i < (UNIT - filled) * {name}_WORDS; i += 32u) mine[{words}] = 0u;")
             at += size
-    words = max(laid.warps * laid.stages * at, laid.warps * 8 * (V + 4))
+    room = max(laid.warps * laid.stages * at, laid.warps * 8 * (V + 4))
     sizes = {s.prefix: {name: a.size for name, a in s.constants.items()} for s in (keys, values)}
-    kept, words = text.kept(sizes, words, laid.warps * BLOCK)
+    kept, room = text.kept(sizes, room, laid.warps * BLOCK)
     constants = {
         "PAIRS": f"{D // 8}", "TILES": f"{V // 16}", "D": f"{D}u", "V": f"{V}u", "UNIT": f"{laid.unit}",
         "STORED_PAIRS": f"{keys.stored // 8}", "STORED": f"{keys.stored}u",
@@ -256,7 +256,7 @@ def matrix_text(
         }  # fmt: skip
     return MatrixText(
         header, filled(text.SHARED), filled(text.COMMON), filled(text.ACCUMULATORS), filled(text.PACKED),
-        filled(matrix_exact.text(dtype, V)) if dtype else "", filled(text.MIX), 4 * words, laid.warps * BLOCK,
+        filled(matrix_exact.text(dtype, V)) if dtype else "", filled(text.MIX), 4 * room, laid.warps * BLOCK,
         laid.unit * BLOCK,
     )  # fmt: skip
 

@@ -63,8 +63,12 @@ def matrix_pair(keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> Matri
         if key not in _made:
             _made[key] = _pair(name, keys, values, dtype)
         # One text serves all layers, whose rotations and constants differ.
-        read = tuple((*(field.name for field in s.fields), *s.constants.values()) for s in (keys, values))
+        read = (_read(keys), _read(values))
         return attrs.evolve(_made[key], prepare=keys.prepare, finish=values.finish, fields=read)
+
+
+def _read(side: MatrixSnippet) -> tuple[str | mx.array, ...]:
+    return (*(field.name for field in side.fields), *side.constants.values())
 
 
 def _pair(name: str, keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> MatrixPair:
