@@ -19,6 +19,7 @@ from vq_core.errors import PluginError
 from vq_core.kernels.kernel import Call, Case, Kernel, Output
 from vq_core.kernels.skeleton import matrix_exact
 from vq_core.kernels.skeleton import matrix_text as text
+from vq_core.kernels.skeleton.snippet import wrong_signs
 
 BLOCK = 32
 """Tokens of a block: two tiles of 16."""
@@ -95,6 +96,7 @@ class MatrixSnippet:
         prepare: Keys: queries (B, H_q, L, D), float32, into the stored basis, (B, H_q, L, width) float32. ``None``: as
             they are, and the kernel takes no more of them than the model gives.
         finish: Values: sums of packed tokens (B, H_q, L, D_v), float32, out of the stored basis. ``None``: as they are.
+        signs: As those of a :class:`~vq_core.kernels.skeleton.snippet.Snippet`.
     """
 
     side: Side
@@ -108,6 +110,7 @@ class MatrixSnippet:
     constants: Mapping[str, mx.array] = attrs.field(factory=dict)
     prepare: Callable[[mx.array], mx.array] | None = None
     finish: Callable[[mx.array], mx.array] | None = None
+    signs: mx.array | None = None
 
     def __attrs_post_init__(self) -> None:
         wrong = ""
@@ -129,6 +132,10 @@ class MatrixSnippet:
             wrong = f"queries of {self.head_dim} numbers need a prepare for keys of {self.width}"
         elif any(a.dtype != mx.uint32 or a.size % 4 or not a.size for a in self.constants.values()):
             wrong = "its constants must be arrays of uint32, multiples of 4 words"
+        else:
+            wrong = wrong_signs(self.signs, self.prepare is not None or self.finish is not None)
+            if not wrong and self.signs is not None and self.signs.shape[1] != self.head_dim:
+                wrong = f"signs of {self.signs.shape[1]} numbers for a head size of {self.head_dim}"
         if wrong:
             raise PluginError(f"matrix snippet {self.name!r}: {wrong}")
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from vq_core.errors import PluginError, UnsupportedShapeError
 from vq_core.kernels.kernel import Call, Kernel, Output
-from vq_core.kernels.skeleton.kernels import MERGE, MERGE_APART
+from vq_core.kernels.skeleton.kernels import merge_of
 from vq_core.kernels.skeleton.matrix import NUMBERS, MatrixSnippet, grid_splits, matrix_text, prepared, wrong
 
 COLUMNS = 8
@@ -34,6 +34,7 @@ class MatrixPair:
         fields: For each side the fields in the order in which the kernel takes them, and its snippet's constants.
         prepare: The keys' snippet's.
         finish: The values' snippet's; with it exact and packed sums are merged apart.
+        signs: Of the keys' snippet and of the values'.
     """
 
     run: Kernel
@@ -43,6 +44,7 @@ class MatrixPair:
     fields: tuple[tuple[str | mx.array, ...], tuple[str | mx.array, ...]]
     prepare: Callable[[mx.array], mx.array] | None = None
     finish: Callable[[mx.array], mx.array] | None = None
+    signs: tuple[mx.array | None, mx.array | None] = (None, None)
 
 
 _lock = threading.Lock()
@@ -63,8 +65,14 @@ def matrix_pair(keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> Matri
         if key not in _made:
             _made[key] = _pair(name, keys, values, dtype)
         # One text serves all layers, whose rotations and constants differ.
-        read = (_read(keys), _read(values))
-        return attrs.evolve(_made[key], prepare=keys.prepare, finish=values.finish, fields=read)
+        return attrs.evolve(
+            _made[key],
+            merge=merge_of(values),
+            prepare=keys.prepare,
+            finish=values.finish,
+            signs=(keys.signs, values.signs),
+            fields=(_read(keys), _read(values)),
+        )
 
 
 def _read(side: MatrixSnippet) -> tuple[str | mx.array, ...]:
@@ -135,8 +143,7 @@ if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
         dynamic_bytes=parts.dynamic_bytes,
     )  # fmt: skip
     slots = PROCESSORS * max(1, min(3, THREADGROUP_MEMORY // (parts.dynamic_bytes + RESERVED)))
-    merge = MERGE if values.finish is None else MERGE_APART
-    return MatrixPair(run, merge, parts.step, slots, ((), ()))
+    return MatrixPair(run, merge_of(values), parts.step, slots, ((), ()))
 
 
 def _not_here(*inputs: mx.array, **parameters: object) -> Sequence[mx.array]:
