@@ -86,14 +86,14 @@ class History:
 
     # ---- growing
 
-    def step(self, keys: mx.array, values: mx.array) -> tuple[History, CacheView] | None:
-        """What :meth:`update` would make of this history where it would only append; this one stays as it is.
+    def step(self, keys: mx.array, values: mx.array) -> tuple[Window, CacheView] | None:
+        """What :meth:`update` would make of this history where it would only append, as in most decode steps.
 
-        Most decode steps are of this kind. Nothing here takes longer for more packed tokens.
+        Nothing here takes longer for more packed tokens.
 
         Returns:
-            The history after it and the reading; ``None`` where tokens would be packed or dropped, and for keys and
-            values that are not like the last ones, which may be what is refused.
+            The window for :meth:`stepped`, and the reading; ``None`` where tokens would be packed or dropped, and for
+            keys and values that are not like the last ones, which may be what is refused.
         """
         steady, window = self._steady, self.window
         if (
@@ -110,25 +110,30 @@ class History:
         first = window.counts[0] + length
         if first > steady.most:
             return None
+        grown = window.grown(keys, values, length)
+        return grown, self._reading(steady, grown, length)
+
+    def stepped(self, window: Window, length: int) -> History:
+        """The history after a step; this one stays as it is."""
         new = History.__new__(History)
         new.__dict__.update(self.__dict__)
-        new.window, new._queries = window.grown(keys, values, length), length
-        return new, new._reading(steady, length)
+        new.window, new._queries = window, length
+        return new
 
-    def _reading(self, steady: Steady, queries: int) -> CacheView:
+    def _reading(self, steady: Steady, window: Window, queries: int) -> CacheView:
         """The view of all tokens; of a sliding window those that the newest ``queries`` attend to together."""
-        window, bound = self.window, self.bound
-        assert window.keys is not None and window.values is not None
+        bound = self.bound
         columns = steady.columns + window.counts[0]
         hidden: tuple[int, ...] = ()
         if self.sliding is not None:
-            shown = self._shown(self.lengths, queries)
-            hidden = tuple([n - m for n, m in zip(self.held, shown, strict=True)])
+            more = window.counts[0] - self.window.counts[0]
+            shown = self._shown([n + more for n in self.lengths], queries)
+            hidden = tuple([n + more - m for n, m in zip(self.held, shown, strict=True)])
             columns = max(shown)
         return CacheView(
-            SideView(bound["keys"], steady.keys, window.keys, window.sink_keys),
-            SideView(bound["values"], steady.values, window.values, window.sink_values),
-            steady.sinks, steady.packed, tuple(window.counts), steady.dropped, hidden, columns, steady.even,
+            SideView(bound["keys"], steady.keys, None, window.sink_keys, window),
+            SideView(bound["values"], steady.values, None, window.sink_values, window),
+            steady.sinks, steady.packed, tuple(window.counts), steady.dropped, hidden, columns, steady.even, steady,
         )  # fmt: skip
 
     def _settled(self, keys: mx.array, values: mx.array, view: CacheView) -> Steady | None:
@@ -360,9 +365,9 @@ class History:
 
     def view(self, shown: Sequence[int] | None = None) -> CacheView:
         """All tokens as they are stored; of a sliding window those that the newest token attends to, or ``shown``."""
-        assert self.window.keys is not None and self.window.values is not None
         if shown is None and self._steady is not None:
-            return self._reading(self._steady, 1)
+            return self._reading(self._steady, self.window, 1)
+        assert self.window.keys is not None and self.window.values is not None
         shown = self._shown(self.lengths) if shown is None else shown
         return self._view(self.packed, self.window.counts, self.window.keys, self.window.values, shown)
 

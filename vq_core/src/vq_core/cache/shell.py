@@ -149,15 +149,20 @@ class PackedKVCache:
         Raises:
             UnsupportedShapeError: shapes or dtypes that do not fit each other or the cache; nothing has changed.
         """
-        # All on a history apart and one assignment: what fails or is interrupted has not happened.
-        made = None if self._history is None else self._history.step(keys, values)
+        # All on a window or a history apart and one assignment: what fails or is interrupted has not happened.
+        history, policy, grown = self._history, self.policy, None
+        made = None if history is None else history.step(keys, values)
         if made is None:
-            draft = self._draft(keys, values)
-            made = draft, draft.update(keys, values)
-        known = self._strict_lengths is None or keys.shape[2] in self._strict_lengths
-        policy = self.policy
-        tags = tag(made[1], policy.attention, self.reads, known and self._strict, policy.fallback)
-        self._history = made[0]
+            history = self._draft(keys, values)
+            view = history.update(keys, values)
+        else:
+            grown, view = made
+        length = keys.shape[2]
+        known = self._strict_lengths is None or length in self._strict_lengths
+        tags = tag(view, policy.attention, self.reads, known and self._strict, policy.fallback)
+        if history is not None and grown is not None:
+            history = history.stepped(grown, length)
+        self._history = history
         self.reads.updates += 1
         return tags
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -25,6 +26,7 @@ class Steady:
         even: Whether all rows hold the same numbers of tokens.
         sinks, packed, dropped: Tokens of each row.
         keys, values: The packed pages.
+        ready: What attention keeps for the next step.
     """
 
     keys_shape: tuple[int, ...]
@@ -40,6 +42,7 @@ class Steady:
     dropped: tuple[int, ...]
     keys: Pages
     values: Pages
+    ready: Any = None
 
 
 def room(

@@ -98,13 +98,12 @@ class StrictTag:
     def shape(self) -> tuple[int, ...]:
         """(B, H, T, D)."""
         view = self.vq_reading.view
-        exact = getattr(view, self.vq_side).exact
-        return (view.rows, exact.shape[1], view.length, exact.shape[3])
+        return (view.rows, view.heads, view.length, getattr(view, self.vq_side).dim)
 
     @property
     def dtype(self) -> mx.Dtype:
         """The model's dtype."""
-        dtype: mx.Dtype = getattr(self.vq_reading.view, self.vq_side).exact.dtype
+        dtype: mx.Dtype = getattr(self.vq_reading.view, self.vq_side).dtype
         return dtype
 
     @property

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from vq_core.errors import PluginError, UnsupportedShapeError
 from vq_core.kernels.kernel import Call, Kernel, Output
+from vq_core.kernels.skeleton import matrix_exact
 from vq_core.kernels.skeleton.kernels import merge_of
 from vq_core.kernels.skeleton.matrix import NUMBERS, MatrixSnippet, grid_splits, matrix_text, prepared, wrong
 
@@ -27,7 +28,9 @@ class MatrixPair:
     """The kernels of one key side with one value side.
 
     Attributes:
-        run: The pass over packed and exact tokens.
+        run: The pass over packed and exact tokens. Where ``fresh`` is not 0, so many tokens ``new_k`` and ``new_v``
+            (B, H, fresh, D) follow those of the window, which must be of one length in all rows; ``grown_k`` and
+            ``grown_v`` are the window with them. Else the last two inputs are not read, the last outputs not written.
         merge: The merging of its splits.
         step: Packed tokens that a warp takes at once.
         slots: Threadgroups that run at once.
@@ -84,11 +87,15 @@ def _pair(name: str, keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> 
     if parts.dynamic_bytes + RESERVED > THREADGROUP_MEMORY:
         said = f"{parts.dynamic_bytes} bytes of threadgroup memory, of which tensor cores' kernels have"
         raise UnsupportedShapeError(f"{keys.name} with {values.name} takes {said} {THREADGROUP_MEMORY - RESERVED}")
-    D, V = keys.head_dim, values.head_dim
+    D, V, kind = keys.head_dim, values.head_dim, matrix_exact.TYPES[dtype]
     # Exact tokens have threadgroups of their own, or come first in some of those that take packed ones.
     body = f"""
 {parts.shared}
 {parts.common}
+if (fresh == 0u && turn + h + m0 + b + thread_index_in_threadgroup == 0u) {{
+  grown_k[0] = {kind}(0.0f);  // nobody reads it, but there is no output without a number
+  grown_v[0] = {kind}(0.0f);
+}}
 const uint final = folded != 0u || turn >= exact_splits ? 1u : 0u;
 for (uint phase = turn < exact_splits ? 0u : 1u; phase <= final; ++phase) {{
 const uint split = phase != 0u && folded != 0u ? turn + exact_splits : turn;
@@ -112,6 +119,14 @@ if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
 
         return Output("float32", shape)
 
+    def grown(side: str) -> Output:
+        def shape(call: Call) -> tuple[int, ...]:
+            B, H, kept, last = call.shapes[f"exact_{side}"]
+            fresh = call.numbers["fresh"]
+            return (B, H, kept + fresh, last) if fresh else (1,)
+
+        return Output(dtype, shape)
+
     def threadgroups(call: Call) -> tuple[int, int, int]:
         B, Hq, L, _ = call.shapes["q"]
         H = call.shapes["exact_k"][1]
@@ -119,7 +134,13 @@ if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
 
     def check(call: Call) -> str:
         exact = (call.shapes["exact_k"][3:], call.shapes["exact_v"][3:])
-        return wrong(call, keys, values) or ("" if exact == ((D,), (V,)) else f"exact tokens of head sizes {exact}")
+        if exact != ((D,), (V,)):
+            return f"exact tokens of head sizes {exact}"
+        fresh = call.numbers["fresh"]
+        new = [call.shapes[f"new_{s}"] for s in "kv"]
+        if fresh and new != [(*call.shapes[f"exact_{s}"][:2], fresh, d) for s, d in (("k", D), ("v", V))]:
+            return f"new tokens {new} are not {fresh} of each row and head"
+        return wrong(call, keys, values)
 
     run = Kernel(
         name=name,
@@ -128,10 +149,10 @@ if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
         header=parts.header,
         inputs={"q": "Q"} | prepared(keys) | {"rows": "int32"}
         | {"exact_k": dtype, "exact_v": dtype, "sink_k": dtype, "sink_v": dtype}
-        | {"k_table": "int32", "v_table": "int32"} | fields,
-        outputs={"sums": partial(V), "tops": partial(2)},
+        | {"k_table": "int32", "v_table": "int32"} | fields | {"new_k": dtype, "new_v": dtype},
+        outputs={"sums": partial(V), "tops": partial(2), "grown_k": grown("k"), "grown_v": grown("v")},
         parameters={"Q": (dtype,)},
-        numbers=(*NUMBERS, "length"),
+        numbers=(*NUMBERS, "length", "fresh"),
         threads=lambda call: (parts.threads, 1, 1),
         threadgroups=threadgroups,
         equals=_not_here,
