@@ -125,6 +125,12 @@ class State:
         return int(self.matrix.shape[0])
 
     @property
+    def signs(self) -> mx.array | None:
+        """Of the rotation, where it is one of signs and the stored basis has a number for each channel."""
+        plain = self.codes == self.dim and isinstance(self.rotation, SignHadamard)
+        return self.rotation.signs if plain else None  # type: ignore[union-attr]
+
+    @property
     def sums(self) -> mx.array:
         """(4**b,) float32: the sum of two centroids at c1 + 2**b c2."""
         return (self.levels[1][:, None] + self.levels[0]).reshape(-1)

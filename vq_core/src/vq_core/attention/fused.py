@@ -18,11 +18,12 @@ from vq_core.kernels import backends
 from vq_core.kernels.kernel import Kernel, Prepared, number_array
 from vq_core.kernels.rules import TINY
 from vq_core.kernels.skeleton.combine import MOST_SPLITS
-from vq_core.kernels.skeleton.kernels import FACTS, Pair
+from vq_core.kernels.skeleton.kernels import FACTS, MERGE_APART, Pair
 from vq_core.kernels.skeleton.matrix_exact import UNIT as MATRIX_UNIT
 from vq_core.kernels.skeleton.matrix_kernels import COLUMNS, MatrixPair
 from vq_core.kernels.skeleton.portable import EXACT_UNIT, Side
 from vq_core.kernels.skeleton.summing import GROUPS
+from vq_core.kernels.standard.hadamard import SIGN_HADAMARD
 
 THREADGROUPS = 384
 """How many a pass is split into where there is work for them: as many as an H200 runs at once, about three for each of
@@ -47,6 +48,8 @@ class Step:
         queries: Into what the pass takes; ``None``: as they are.
         prepare: The snippet's.
         finish: The snippet's.
+        turn: In the place of ``prepare``, a launch that rotates queries, and its signs.
+        back: In the place of ``finish``, signs that the merge takes.
     """
 
     run: Prepared
@@ -59,6 +62,8 @@ class Step:
     queries: mx.Dtype | None = None
     prepare: Callable[[mx.array], mx.array] | None = None
     finish: Callable[[mx.array], mx.array] | None = None
+    turn: tuple[Prepared, mx.array] | None = None
+    back: mx.array | None = None
 
     def __call__(
         self, view: CacheView, queries: mx.array, sinks: mx.array | None, mask: mx.array | None = None,
@@ -96,7 +101,8 @@ class Step:
 
     def _merged(self, found: Sequence[mx.array], queries: mx.array, sinks: mx.array | None) -> mx.array:
         logits = NO_LOGITS if sinks is None else sinks if sinks.dtype == mx.float32 else sinks.astype(mx.float32)
-        outs = self.merge.at_once([found[0], found[1], logits])
+        signs = [] if self.back is None else [self.back]
+        outs = self.merge.at_once([found[0], found[1], logits, *signs])
         if self.finish is None:
             return outs[0]
         return (outs[0] + self.finish(outs[1])).astype(queries.dtype)
@@ -119,7 +125,9 @@ class Step:
         exact_k, new_k, exact_v, new_v = (None,) * 4 if parts is None else parts
         exact_k, exact_v = _window(keys, exact_k), _window(values, exact_v)
         given = [queries if self.queries is None else queries.astype(self.queries)]
-        if self.prepare is not None:
+        if self.turn is not None:
+            given += self.turn[0]((queries, self.turn[1]))
+        elif self.prepare is not None:
             given.append(self.prepare(queries.astype(mx.float32)))
         given.append(self.facts)
         if self.masked:
@@ -157,7 +165,8 @@ def kernel_step(
         prepare=kernels.keys.snippet.prepare, finish=kernels.values.snippet.finish,
     )  # fmt: skip
     given = None if mask.array is None else additive(mask.array, view.heads)
-    own = {"width": kernels.values.width} if kernels.apart else {"T": name_of(queries.dtype)}
+    own = {"width": kernels.values.width} if kernels.merge is MERGE_APART else {"T": name_of(queries.dtype)}
+    _turned(step, (kernels.keys.snippet.signs, kernels.values.snippet.signs), queries, backend)
     return _ready(step, kernels.run, kernels.merge, view, queries, scale, mask, given, sinks, backend, numbers, own)
 
 
@@ -174,8 +183,21 @@ def matrix_step(
         joins=True, fresh=fresh_of(view), prepare=kernels.prepare, finish=kernels.finish,
     )  # fmt: skip
     numbers["fresh"] = step.fresh
-    own = {"T": name_of(queries.dtype)} if kernels.finish is None else {"width": view.values.dim}
+    own = {"width": view.values.dim} if kernels.merge is MERGE_APART else {"T": name_of(queries.dtype)}
+    _turned(step, kernels.signs, queries, backend)
     return _ready(step, kernels.run, kernels.merge, view, queries, scale, mask, None, sinks, backend, numbers, own)
+
+
+def _turned(
+    step: Step, signs: tuple[mx.array | None, mx.array | None], queries: mx.array, backend: Any
+) -> None:  # fmt: skip
+    """Rotations by signs as launches, in the place of the snippets' functions."""
+    keys, values = signs
+    if step.prepare is not None and keys is not None:
+        given = {"undo": False, "rows": math.prod(queries.shape[:-1])}
+        step.turn = SIGN_HADAMARD.prepared(backends.choose(backend), [queries, keys], given), keys
+    if step.finish is not None and values is not None:
+        step.back, step.finish = values, None
 
 
 def _shared_out(tokens: int, kernels: MatrixPair, exact: int, most: int) -> dict[str, Any]:
@@ -214,7 +236,8 @@ def _ready(
     own |= {"D": view.values.dim, "query_length": L, "with_logits": int(sinks is not None)}
     own |= {"exact_splits": numbers["exact_splits"]}
     logits = NO_LOGITS if sinks is None else mx.zeros(sinks.shape)
-    step.merge = merge.prepared(runner, [*blank, logits], own)
+    signs = [] if step.back is None else [step.back]
+    step.merge = merge.prepared(runner, [*blank, logits, *signs], own)
     return step
 
 

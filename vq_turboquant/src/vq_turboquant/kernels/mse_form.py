@@ -67,6 +67,7 @@ def snippet(state: MseState) -> Snippet:
         width=state.width,
         prepare=state.prepare_query,
         finish=state.finish,
+        signs=state.signs,
     )
 
 

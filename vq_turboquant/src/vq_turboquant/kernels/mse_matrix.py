@@ -205,8 +205,8 @@ def snippet(state: MseState) -> MatrixSnippet:
         raise UnsupportedShapeError(f"turboquant_mse has no matrix snippet here: {reason}")
     made = _made(state.side, state.parts[0].bits, state.head_dim)
     if state.side == "keys":
-        return attrs.evolve(made, prepare=state.prepare_query)
-    return attrs.evolve(made, finish=state.finish)
+        return attrs.evolve(made, prepare=state.prepare_query, signs=state.signs)
+    return attrs.evolve(made, finish=state.finish, signs=state.signs)
 
 
 @cache

@@ -269,5 +269,5 @@ def snippet(state: rvq.State, side: Side) -> Snippet:
         "return vq_float2(float(scale[t]), 0.0f);", "token",
         constants={"sums": mx.pad(state.sums, (0, max(0, 8 - state.sums.size)))},
         integers={"N": tokens, "B": bits, "W": words},
-        width=state.codes, prepare=state.prepare_query, finish=state.finish,
+        width=state.codes, prepare=state.prepare_query, finish=state.finish, signs=state.signs,
     )  # fmt: skip

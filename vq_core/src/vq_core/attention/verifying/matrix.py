@@ -34,6 +34,9 @@ def matrix_kernel(keys: BoundSide, values: BoundSide) -> Kernel:
             raise UnsupportedShapeError(f"{side.choice.label} holds its {side.ctx.side} in no form for tensor cores")
     assert keys.held is not None and values.held is not None
     dtype = getattr(mx, keys.ctx.dtype)
+    constants = {
+        f"{m.prefix}_{name}": a for m in (keys.held.matrix, values.held.matrix) for name, a in m.constants.items()
+    }
     # The portable skeleton reads the same form, so its inputs are these and its reference is this one's.
     portable = pair_of(keys, values, dtype)
     own = matrix_pair(keys.held.matrix, values.held.matrix, keys.ctx.dtype)
@@ -51,7 +54,7 @@ def matrix_kernel(keys: BoundSide, values: BoundSide) -> Kernel:
 
     def some() -> Iterator[Case]:
         for turn, case in enumerate(cases(portable, keys, values, SERVED)):
-            a: dict[str, mx.array] = dict(zip(portable.run.inputs, case.inputs, strict=True))
+            a: dict[str, mx.array] = dict(zip(portable.run.inputs, case.inputs, strict=True)) | constants
             numbers = {name: case.parameters[name] for name in own.run.numbers if name not in ("folded", "fresh")}
             fits = 2 * numbers["exact_splits"] <= numbers["splits"]
             numbers["folded"] = (1, 3, 0)[turn % 3] if fits else 0

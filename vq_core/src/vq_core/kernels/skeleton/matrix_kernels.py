@@ -11,7 +11,7 @@ import mlx.core as mx
 from vq_core.errors import PluginError, UnsupportedShapeError
 from vq_core.kernels.kernel import Call, Kernel, Output
 from vq_core.kernels.skeleton import matrix_exact
-from vq_core.kernels.skeleton.kernels import MERGE, MERGE_APART
+from vq_core.kernels.skeleton.kernels import merge_of
 from vq_core.kernels.skeleton.matrix import NUMBERS, MatrixSnippet, grid_splits, matrix_text, prepared, wrong
 
 COLUMNS = 8
@@ -34,18 +34,20 @@ class MatrixPair:
         merge: The merging of its splits.
         step: Packed tokens that a warp takes at once.
         slots: Threadgroups that run at once.
-        fields: For each side the fields in the order in which the kernel takes them.
+        fields: For each side the fields in the order in which the kernel takes them, and its snippet's constants.
         prepare: The keys' snippet's.
         finish: The values' snippet's; with it exact and packed sums are merged apart.
+        signs: Of the keys' snippet and of the values'.
     """
 
     run: Kernel
     merge: Kernel
     step: int
     slots: int
-    fields: tuple[tuple[str, ...], tuple[str, ...]]
+    fields: tuple[tuple[str | mx.array, ...], tuple[str | mx.array, ...]]
     prepare: Callable[[mx.array], mx.array] | None = None
     finish: Callable[[mx.array], mx.array] | None = None
+    signs: tuple[mx.array | None, mx.array | None] = (None, None)
 
 
 _lock = threading.Lock()
@@ -65,12 +67,26 @@ def matrix_pair(keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> Matri
         key = (name, keys.prepare is not None, values.finish is not None)
         if key not in _made:
             _made[key] = _pair(name, keys, values, dtype)
-        # One text serves all layers, whose rotations differ.
-        return attrs.evolve(_made[key], prepare=keys.prepare, finish=values.finish)
+        # One text serves all layers, whose rotations and constants differ.
+        return attrs.evolve(
+            _made[key],
+            merge=merge_of(values),
+            prepare=keys.prepare,
+            finish=values.finish,
+            signs=(keys.signs, values.signs),
+            fields=(_read(keys), _read(values)),
+        )
+
+
+def _read(side: MatrixSnippet) -> tuple[str | mx.array, ...]:
+    return (*(field.name for field in side.fields), *side.constants.values())
 
 
 def _pair(name: str, keys: MatrixSnippet, values: MatrixSnippet, dtype: str) -> MatrixPair:
     parts = matrix_text(keys, values, dtype=dtype)
+    if parts.dynamic_bytes + RESERVED > THREADGROUP_MEMORY:
+        said = f"{parts.dynamic_bytes} bytes of threadgroup memory, of which tensor cores' kernels have"
+        raise UnsupportedShapeError(f"{keys.name} with {values.name} takes {said} {THREADGROUP_MEMORY - RESERVED}")
     D, V, kind = keys.head_dim, values.head_dim, matrix_exact.TYPES[dtype]
     # Exact tokens have threadgroups of their own, or come first in some of those that take packed ones.
     body = f"""
@@ -93,7 +109,7 @@ if (phase == 0u) {{
 if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
 }}
 """
-    fields = [(f"{s.prefix}_{f.name}", f.dtype) for s in (keys, values) for f in s.fields]
+    fields = {**keys.inputs, **values.inputs}
 
     def partial(*last: int) -> Output:
         def shape(call: Call) -> tuple[int, ...]:
@@ -133,7 +149,7 @@ if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
         header=parts.header,
         inputs={"q": "Q"} | prepared(keys) | {"rows": "int32"}
         | {"exact_k": dtype, "exact_v": dtype, "sink_k": dtype, "sink_v": dtype}
-        | {"k_table": "int32", "v_table": "int32"} | dict(fields) | {"new_k": dtype, "new_v": dtype},
+        | {"k_table": "int32", "v_table": "int32"} | fields | {"new_k": dtype, "new_v": dtype},
         outputs={"sums": partial(V), "tops": partial(2), "grown_k": grown("k"), "grown_v": grown("v")},
         parameters={"Q": (dtype,)},
         numbers=(*NUMBERS, "length", "fresh"),
@@ -148,9 +164,7 @@ if (phase < final) threadgroup_barrier(mem_flags::mem_threadgroup);
         dynamic_bytes=parts.dynamic_bytes,
     )  # fmt: skip
     slots = PROCESSORS * max(1, min(3, THREADGROUP_MEMORY // (parts.dynamic_bytes + RESERVED)))
-    names = tuple(tuple(f.name for f in s.fields) for s in (keys, values))
-    merge = MERGE if values.finish is None else MERGE_APART
-    return MatrixPair(run, merge, parts.step, slots, names)  # type: ignore[arg-type]
+    return MatrixPair(run, merge_of(values), parts.step, slots, ((), ()))
 
 
 def _not_here(*inputs: mx.array, **parameters: object) -> Sequence[mx.array]:
