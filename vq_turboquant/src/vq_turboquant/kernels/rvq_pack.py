@@ -16,13 +16,14 @@ import numpy as np
 
 from vq_core.api import SIDES, Side
 from vq_core.kernels import Backend, Call, Case, Kernel, Output
+from vq_core.kernels.skeleton.matrix import HEAD_DIMS
 from vq_turboquant import rvq
 from vq_turboquant.kernels import rvq_device, vectors
 from vq_turboquant.kernels.cases import FAMILIES, numbers
 from vq_turboquant.kernels.rvq import QUANTIZE, arrays, constants_of, state_of
 from vq_turboquant.kernels.tile_words import filled, word
 
-BLOCK, LONGEST = rvq.BLOCK, max(rvq.TILED)
+BLOCK, LONGEST = rvq.BLOCK, max(HEAD_DIMS)
 GROUPS = {"hadamard": 8, "haar": 4}
 """SIMD groups of a threadgroup: as many as have registers, and room for a vector of each."""
 WIDTHS = (1, 2)
@@ -77,7 +78,7 @@ def _cases(side: Side, kind: str) -> Callable[[], Iterator[Case]]:
     def cases() -> Iterator[Case]:
         rng = np.random.default_rng(len(side))
         for i in range(72):
-            dim, bits, family = rvq.TILED[(i + i // 7) % 5], WIDTHS[i // 7 % 2], FAMILIES[i % 7]
+            dim, bits, family = HEAD_DIMS[(i + i // 7) % 5], WIDTHS[i // 7 % 2], FAMILIES[i % 7]
             shape = ((1, 1, 32), (1, 2, 32), (2, 1, 64))[0 if dim > 128 else i % 3]
             x = numbers(rng, (*shape, dim), family, "float16")
             given = {"bits": bits, "M": "float16", "blocks": math.prod(shape) // BLOCK}
@@ -88,8 +89,8 @@ def _cases(side: Side, kind: str) -> Callable[[], Iterator[Case]]:
 
 def _check(call: Call) -> str:
     x, blocks, tables = call.shapes["x"], call.numbers["blocks"], call.shapes["tables"]
-    if len(x) != 4 or x[2] % BLOCK or x[3] not in rvq.TILED:
-        return f"x {x} must be (B, H, n, D), n a multiple of {BLOCK} and D one of {', '.join(map(str, rvq.TILED))}"
+    if len(x) != 4 or x[2] % BLOCK or x[3] not in HEAD_DIMS:
+        return f"x {x} must be (B, H, n, D), n a multiple of {BLOCK} and D one of {', '.join(map(str, HEAD_DIMS))}"
     if math.prod(x[:3]) != BLOCK * blocks or math.prod(x) >= vectors.LIMIT:
         return f"x {x} with blocks={blocks}: these are B H n / {BLOCK}, of fewer than {vectors.LIMIT} numbers"
     if tables != (vectors.TABLE,):
