@@ -90,9 +90,7 @@ class Step:
         old_k, new_k, old_v, new_v = parts
         first_k = old_k if window.sink_keys is None else window.sink_keys
         first_v = old_v if window.sink_values is None else window.sink_values
-        given = [queries]
-        if self.prepare is not None:
-            given.append(self.prepare(queries.astype(mx.float32)))
+        given = self._asked(queries)
         given += (self.facts, old_k, old_v, first_k, first_v)
         given += stored
         given += (new_k, new_v)
@@ -125,11 +123,7 @@ class Step:
         parts = keys.window.parts() if self.fresh and keys.window is not None else None
         exact_k, new_k, exact_v, new_v = (None,) * 4 if parts is None else parts
         exact_k, exact_v = _window(keys, exact_k), _window(values, exact_v)
-        given = [queries if self.queries is None else queries.astype(self.queries)]
-        if self.turn is not None:
-            given += self.turn[0]((queries, self.turn[1]))
-        elif self.prepare is not None:
-            given.append(self.prepare(queries.astype(mx.float32)))
+        given = self._asked(queries)
         given.append(self.facts)
         if self.masked:
             given.append(NOTHING if mask is None else mask)
@@ -137,6 +131,15 @@ class Step:
         given += self.stored(view) if stored is None else stored
         if self.joins:
             given += (exact_k if new_k is None else new_k, exact_v if new_v is None else new_v)
+        return given
+
+    def _asked(self, queries: mx.array) -> list[mx.array]:
+        """Queries as the pass takes them, in each basis that it needs."""
+        given = [queries if self.queries is None else queries.astype(self.queries)]
+        if self.turn is not None:
+            given += self.turn[0].at_once([queries, self.turn[1]])
+        elif self.prepare is not None:
+            given.append(self.prepare(queries.astype(mx.float32)))
         return given
 
     def stored(self, view: CacheView) -> list[mx.array]:
