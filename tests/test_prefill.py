@@ -104,3 +104,25 @@ def test_beyond_the_bound_tiles_are_walked(monkeypatch: pytest.MonkeyPatch) -> N
     assert "basis of its own" in fit(filled((200,), 64, mx.float16, method="example")._view()).dense_why
     two = filled((300, 200), 64, mx.float16, method="kivi:bits=2")._view()
     assert prefill.why_tiles(two, fit(two), mask, None).startswith("rows of unequal length")
+
+
+def test_the_device_is_started_and_a_transformation_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(mx, "async_eval", lambda *a, real=mx.async_eval: started.append(a) or real(*a))
+    x = mx.ones((4,)) * 2
+    prefill.begin(x)
+    assert len(started) == 1 and x.tolist() == [2, 2, 2, 2]
+
+    def f(y: mx.array) -> mx.array:
+        prefill.begin(y * 3)
+        return y * 3
+
+    assert mx.compile(f)(mx.ones((2,))).tolist() == [3, 3]
+    assert mx.grad(lambda y: f(y).sum())(mx.ones((2,))).tolist() == [3, 3]
+
+    def broken(*arrays: mx.array) -> None:
+        raise ValueError("of another kind")
+
+    monkeypatch.setattr(mx, "async_eval", broken)
+    with pytest.raises(ValueError, match="of another kind"):
+        prefill.begin(x)

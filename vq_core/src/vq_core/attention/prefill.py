@@ -63,7 +63,20 @@ def attend_scratch(
     )
     given = "causal" if mask.causal else None if mask.array is None else mask.array.flatten(1, 2)
     out: mx.array = stock_attention(q.astype(keys.dtype), keys, values, scale=scale, mask=given, sinks=sinks)
+    begin(out)
     return out
+
+
+def begin(out: mx.array) -> None:
+    """Let the device start while Python describes the next layers, which for packed caches takes it longer.
+
+    Waits for nothing. Within a transformation, where nothing may be evaluated, nothing starts.
+    """
+    try:
+        mx.async_eval(out)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        if "graph transformation" not in str(error):
+            raise
 
 
 def _dense(view: CacheView, side: SideView, kernel: Kernel, known: Side, found: Fit, after: mx.array) -> mx.array:
