@@ -19,7 +19,7 @@ from vq_core.attention import view as views
 from vq_core.attention.choice import Fit, field_dtypes, fit, not_served, proven
 from vq_core.attention.fused import Step, additive, fresh_of, kernel_step, matrix_step, rows_at_once
 from vq_core.attention.masks import Mask, apply, read_mask
-from vq_core.attention.prefill import attend_scratch, why_tiles
+from vq_core.attention.prefill import attend_scratch, begin, why_tiles
 from vq_core.attention.ready import Ready, keep
 from vq_core.attention.ready import kind as known
 from vq_core.attention.sides import compute_dtype
@@ -97,6 +97,8 @@ def attend(
         q = queries.astype(view.keys.exact.dtype)
         stock = mask if checked.array is None else checked.array.flatten(1, 2)
         out = stock_attention(q, view.keys.exact, view.values.exact, scale=scale, mask=stock, sinks=sinks)
+        if L > STEP_QUERIES and view.keys.bound.backend not in (None, "simulator"):
+            begin(out)
         return out.astype(queries.dtype)
     if tier in ("auto", "matrix", "kernel") and max(view.packed):
         done = _by_kernels(view, queries, scale, checked, sinks, tier, fallback, trying)
@@ -134,6 +136,8 @@ def _key(
     if not (mask is None or isinstance(mask, str)) or not isinstance(scale, (float, int)):
         return None
     if not isinstance(queries, mx.array) or not (sinks is None or isinstance(sinks, mx.array)):
+        return None
+    if queries.ndim != 4 or queries.shape[2] > STEP_QUERIES:
         return None
     told = None if sinks is None else (sinks.shape, sinks.dtype)
     return (
