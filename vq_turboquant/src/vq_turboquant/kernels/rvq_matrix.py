@@ -1,7 +1,7 @@
 """turboquant_rvq's snippets for the matrix skeleton: sums of two centroids, see :mod:`tile_matrix`.
 
 The 16 sums of 2+2 are eight and the same with the other sign, those of 1+1 two: what is looked up is the sum.  As a
-half it is off by 2^-11 of itself at most, and by 1e-4 at 1+1.  3+3 has 64 sums and 4+4 has 256: bytes are looked up
+half it is off by 2^-11 of itself at most.  3+3 has 64 sums and 4+4 has 256: bytes are looked up
 among eight, so these would take a look-up for each code and a sum of halves, and stay with the portable skeleton.
 """
 

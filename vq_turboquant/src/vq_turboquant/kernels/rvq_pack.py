@@ -113,7 +113,7 @@ def _kernel(side: Side, kind: str) -> Kernel:
     words = Output("uint32", _blocks(lambda call: call.shapes["x"][3] * call.parameters["bits"]))
     return Kernel(
         name=f"turboquant_rvq_device_{side}_{kind}",
-        stands_for="encode+pack, device form",
+        stands_for="device form",
         body=_text(side, kind),
         header=vectors.HELPERS[kind],
         inputs={"x": "float16", **vectors.rotation_inputs(kind), "tables": "float32"},

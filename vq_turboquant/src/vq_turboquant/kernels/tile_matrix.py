@@ -4,16 +4,17 @@ The codes lie as :mod:`vq_turboquant.kernels.tile_order` says.  A centroid is a 
 permutation looks up four codes at once:
 
 * 2 bits: both sizes are scaled by one number that makes their low bytes equal, so only the high byte is looked up,
-  out of a table of four;
+  out of a table of four; where no number does, as for sizes whose quotient is a little above a power of two, the low
+  byte is looked up too;
 * 4 bits: a code is one of eight halves and whether its sign is turned; low and high bytes of the eight are looked up
   in two registers each.
 
 Scales multiply the scores of keys, in float32, and the weights of values, in float16: the skeleton's p times scale.
 
-Error, against float32 attention on the decoded codes: a centroid is off by 1e-4 of itself at most at 2 bits and by
-2^-11 at 4 bits, the rotated query and the weights by 2^-11.  Relative L2 stays below 2e-3 for normal queries; it
-grows with the scores' spread, as that of float16 keys does.  Scales of values lie between 2^-10 and 4094: larger ones
-can overflow float16, for weights reach 2^4; smaller ones lose bits.
+Error, against float32 attention on the decoded codes: a centroid is off by 1e-4 of itself at most where low bytes are
+equal, else by 2^-11, as every half is; the rotated query and the weights by 2^-11.  Relative L2 stays below 2e-3 for
+normal queries; it grows with the scores' spread, as that of float16 keys does.  Scales of values lie between 2^-10 and
+4094: larger ones can overflow float16, for weights reach 2^4; smaller ones lose bits.
 """
 
 from __future__ import annotations
@@ -47,6 +48,16 @@ VQ_FN uint2 tile_SIDE_pairs(uint word, uint l) {
 }
 """,
 }
+
+BOTH_BYTES = """
+// Centroids of places 2 l and 2 l + 1 of a word, each a pair of halves.
+VQ_FN uint2 tile_SIDE_pairs(uint word, uint l) {
+  const uint some = ((l & 1u) != 0u ? word >> 2 : word) & 0x33333333u, four = l < 2u ? some : some >> 16;
+  const uint high = vq_permute(HIGH, 0u, four), low = vq_permute(LOW, 0u, four);
+  return vq_uint2(vq_permute(high, low, 0x2604u), vq_permute(high, low, 0x3715u));
+}
+"""
+"""The same as of 2 bits for sizes whose low bytes differ."""
 
 KEYS = """
 VQ_FN float matrix_fold(uint) { return 1.0f; }
@@ -151,6 +162,10 @@ VQ_FN uint4 tile_SIDE_four(uint2 one, uint2 two) { return vq_uint4(one.x, two.x,
 """
 
 
+EQUAL_BYTES = 1e-4
+"""What equal low bytes may put a level off."""
+
+
 @attrs.frozen
 class Codebook:
     """Centroids as halves.
@@ -180,19 +195,22 @@ def _half(value: float) -> int:
 
 @cache
 def codebook(lower: tuple[float, ...]) -> Codebook:
-    """Halves of two levels with equal low bytes, or of eight as they are.
+    """Halves of two levels with equal low bytes, where there are some, or of two or eight as they are.
 
     Of all pairs of halves with equal low bytes the one whose quotient is nearest.
     """
+    plain = Codebook(tuple(map(_half, lower)), 1.0)
     if len(lower) == 8:
-        return Codebook(tuple(map(_half, lower)), 1.0)
+        return plain
     sizes = sorted(map(abs, lower))
     wanted, found = math.log(sizes[1] / sizes[0]), []
     for small in range(0x3C00, 0x4000):
         for large in range(small + 256, small + 4096, 256):
             quotient = math.log(_value(large) / _value(small))
             found.append((abs(quotient - wanted), small, large))
-    _, small, large = min(found)
+    off, small, large = min(found)
+    if off > 2 * EQUAL_BYTES:
+        return plain
     halves = [(small if abs(v) == sizes[0] else large) | (0x8000 if v < 0 else 0) for v in lower]
     return Codebook(tuple(halves), math.sqrt(sizes[0] * sizes[1] / (_value(small) * _value(large))))
 
@@ -206,9 +224,15 @@ def _tables(book: Codebook) -> dict[str, str]:
     halves = book.halves
     if len(halves) == 2:
         both = [*halves, *(n ^ 0x8000 for n in reversed(halves))]
-        return {"HIGH": word([n >> 8 for n in both]), "LOW": word([halves[0] & 255])}
+        low = [n & 255 for n in both]
+        return {"HIGH": word([n >> 8 for n in both]), "LOW": word(low[:1] if _alike(book) else low)}
     low, high = [n & 255 for n in halves], [n >> 8 for n in halves]
     return {"LOWER": word(low[4:]), "HIGHER": word(high[4:]), "LOW": word(low[:4]), "HIGH": word(high[:4])}
+
+
+def _alike(book: Codebook) -> bool:
+    """Whether one low byte serves all."""
+    return len({n & 255 for n in book.halves}) == 1
 
 
 @cache
@@ -225,7 +249,8 @@ def snippet(name: str, side: Side, dim: int, lower: tuple[float, ...], apart: bo
     book, keys, k, bits = codebook(lower), side == "keys", side[0], 2 if len(lower) == 2 else 4
     places, chunk = 16 // bits, 128 // bits
     half = (KEYS_HALF if keys else VALUES_HALF) if dim % chunk else ""
-    text = (APART_TEXT if apart else "") + (PAIRS[bits] + (KEYS if keys else VALUES)).replace("HALF\n", half)
+    pairs = BOTH_BYTES if bits == 2 and not _alike(book) else PAIRS[bits]
+    text = (APART_TEXT if apart else "") + (pairs + (KEYS if keys else VALUES)).replace("HALF\n", half)
     read = {f"{word}({k.upper()})": part for word, part in (APART if apart else WHOLE).items()}
     read = {word: part.replace("$", k).replace("@", k.upper()) for word, part in read.items()}
     words = read | _tables(book) | {
