@@ -17,7 +17,7 @@ from ..conformance.test_broken_kernels import BODY, kernel, tripled
 from ..host_mlx_lm.conftest import IDENTITY
 
 KERNELS = {
-    "core": ["attend_merge", "attend_merge_apart", "pack_bits", "sign_hadamard", "unpack_bits"],
+    "core": ["attend_merge", "attend_merge_apart", "attend_merge_turned", "pack_bits", "sign_hadamard", "unpack_bits"],
     "example": ["attend_example_2_4_8_example_1_4_8_64_64_h_u32hfu32hf"],
     "kivi": [
         *(f"attend_kivi_keys_{b}_32_kivi_values_{b}_32_64_64_h_u32hhu32hh" for b in (2, 3, 4, 8)),
@@ -71,7 +71,7 @@ def test_the_table(vq: Any) -> None:
     head, *rows = [line.split() for line in out.splitlines() if line]
     assert head == ["method", "kernel", "stands", "for", "configurations", "result", "backend"]
     assert ["core", "pack_bits", "pack", "2", "identical", "simulator"] in rows
-    assert "5 kernels, all right" in out and "kivi" not in out
+    assert "6 kernels, all right" in out and "kivi" not in out
 
 
 def test_a_long_name_leaves_room_for_the_result(vq: Any) -> None:
@@ -106,7 +106,7 @@ def test_a_kernel_that_does_not_run(vq: Any, body: str, said: str) -> None:
     with registered(tripled(kernel(body=body))):
         status, out, _ = vq("verify", "--backend", "simulator", "--limit", 4)
     assert status == 1 and "did not run" in out and said in out
-    assert out.count("identical") + out.count("within its") == 15, "the others are verified all the same"
+    assert out.count("identical") + out.count("within its") == 16, "the others are verified all the same"
 
 
 def test_a_broken_method_is_listed_and_stops_nothing(vq: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_a_broken_method_is_listed_and_stops_nothing(vq: Any, monkeypatch: pytes
     )
     monkeypatch.setattr(registry, "_records", [*registry._records, lost])  # type: ignore[misc]
     status, out, err = vq("verify", "--backend", "simulator", "--limit", 1)
-    assert status == 0 and "15 kernels, all right" in out
+    assert status == 0 and "16 kernels, all right" in out
     assert err == "not verified: vq-example:lost is broken: no [such] module\n"
 
 

@@ -249,7 +249,7 @@ def test_every_kernel_is_found_once(install: Install) -> None:
     found, failed = offered_kernels()
     assert [(one.method, one.kernel.name) for one in found] == [
         ("core", "pack_bits"), ("core", "unpack_bits"), ("core", "sign_hadamard"),
-        ("core", "attend_merge"), ("core", "attend_merge_apart"),
+        ("core", "attend_merge"), ("core", "attend_merge_apart"), ("core", "attend_merge_turned"),
         ("toy", "twice"), ("toy", "thrice"),
     ]  # fmt: skip
     assert len(failed) == 1 and "broken" in failed[0] and "KeyError: 'gone'" in failed[0]

@@ -61,6 +61,7 @@ from vq_core.api import (
 from vq_core.api.attend import Tile
 from vq_core.codec.bits import pack_bits, unpack_bits
 from vq_core.codec.codebook import count_below, gaussian_centroids
+from vq_core.codec.hadamard import SignHadamard
 from vq_core.codec.projection import fold_sum
 from vq_core.kernels import KernelOffer
 from vq_core.kernels.device_form import DeviceForm
@@ -155,6 +156,13 @@ class MseState:
     def width(self) -> int:
         """W, numbers of a token in the stored basis."""
         return int(self.matrix.shape[0])
+
+    @property
+    def signs(self) -> mx.array | None:
+        """Of the rotation, where it is one of signs and the stored basis has a number for each channel."""
+        rotation = self.parts[0].rotation
+        plain = not self.parts[1:] and self.width == self.head_dim
+        return rotation.signs if plain and isinstance(rotation, SignHadamard) else None
 
     def unit(self, tile: Tile, number: int) -> mx.array:
         """Levels of a part, (N, H, n, its width), before the scale."""

@@ -9,7 +9,7 @@ import attrs
 import mlx.core as mx
 
 from vq_core.attention.view import CacheView, SideView, decode_depths
-from vq_core.cache.steady import Steady, room
+from vq_core.cache.steady import Coming, Steady, room
 from vq_core.cache.store import PageStore
 from vq_core.cache.window import Joined, Window, owned
 from vq_core.errors import CacheStateError
@@ -86,7 +86,7 @@ class History:
 
     # ---- growing
 
-    def step(self, keys: mx.array, values: mx.array) -> tuple[History, CacheView] | None:
+    def step(self, keys: mx.array, values: mx.array) -> tuple[History, Coming] | None:
         """What :meth:`update` would make of this history where it would only append; this one stays as it is.
 
         Most decode steps are of this kind. Nothing here takes longer for more packed tokens.
@@ -107,18 +107,16 @@ class History:
         ):
             return None
         length = steady.length
-        first = window.counts[0] + length
-        if first > steady.most:
+        if window.counts[0] + length > steady.most:
             return None
         new = History.__new__(History)
         new.__dict__.update(self.__dict__)
         new.window, new._queries = window.grown(keys, values, length), length
-        return new, new._reading(steady, length)
+        return new, Coming(new._reading, steady, new.window, length, self.sliding is None)
 
     def _reading(self, steady: Steady, queries: int) -> CacheView:
         """The view of all tokens; of a sliding window those that the newest ``queries`` attend to together."""
         window, bound = self.window, self.bound
-        assert window.keys is not None and window.values is not None
         columns = steady.columns + window.counts[0]
         hidden: tuple[int, ...] = ()
         if self.sliding is not None:
@@ -126,9 +124,9 @@ class History:
             hidden = tuple([n - m for n, m in zip(self.held, shown, strict=True)])
             columns = max(shown)
         return CacheView(
-            SideView(bound["keys"], steady.keys, window.keys, window.sink_keys),
-            SideView(bound["values"], steady.values, window.values, window.sink_values),
-            steady.sinks, steady.packed, tuple(window.counts), steady.dropped, hidden, columns, steady.even,
+            SideView(bound["keys"], steady.keys, None, window.sink_keys, window),
+            SideView(bound["values"], steady.values, None, window.sink_values, window),
+            steady.sinks, steady.packed, tuple(window.counts), steady.dropped, hidden, columns, steady.even, steady,
         )  # fmt: skip
 
     def _settled(self, keys: mx.array, values: mx.array, view: CacheView) -> Steady | None:
@@ -368,9 +366,9 @@ class History:
 
     def view(self, shown: Sequence[int] | None = None) -> CacheView:
         """All tokens as they are stored; of a sliding window those that the newest token attends to, or ``shown``."""
-        assert self.window.keys is not None and self.window.values is not None
         if shown is None and self._steady is not None:
             return self._reading(self._steady, 1)
+        assert self.window.keys is not None and self.window.values is not None
         shown = self._shown(self.lengths) if shown is None else shown
         return self._view(self.packed, self.window.counts, self.window.keys, self.window.values, shown)
 

@@ -91,8 +91,9 @@ class BoundSide:
 
     @property
     def constants(self) -> list[mx.array]:
-        """Arrays of the prepared state, shared by all caches of the process."""
-        return state_arrays(self.state)
+        """Arrays of the prepared state, and of what attention was made from it: a snippet's tables, a device form's.
+        Each once; shared by all caches of the process."""
+        return state_arrays((self.state, self.attend, self.snippet, self.held and self.held.matrix), (BoundSide,))
 
     @property
     def canonical(self) -> Layout:

@@ -14,7 +14,7 @@
   uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
   uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
   uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]) {
-const uint query_length = run_numbers[0]; const uint with_logits = run_numbers[1]; const uint exact_splits = run_numbers[2]; const uint D = run_numbers[3]; const uint width = run_numbers[4];
+const uint query_length = run_numbers[0]; const uint with_logits = run_numbers[1]; const uint exact_splits = run_numbers[2]; const uint D = run_numbers[3]; const uint width = run_numbers[4]; VQ_SHARED(float, others, 512);
 VQ_SHARED(float, share, 512);
 VQ_SHARED(float, marks, 32);
 VQ_SHARED(float, parts, 512);
@@ -53,44 +53,28 @@ float whole = extra;
 VQ_UNROLL
 for (uint k = 0u; k < 16u; ++k) whole += marks[16u + k];
 whole = whole == 0.0f ? 1.0f : whole;
-const uint border = min(max(exact_splits, begin), end);
 for (uint c0 = 0u; c0 < W; c0 += 128u) {
 const uint c = c0 + column;
-float exact = 0.0f;
-for (uint s0 = begin; s0 < border; s0 += 8u) {
-if (c0 == 0u && s0 == begin) {
+float exact = 0.0f, packed = 0.0f;
+for (uint s0 = begin; s0 < end; s0 += 8u) {
+VQ_LOCAL(float, found, 8);
+const bool known = c0 == 0u && s0 == begin;
 VQ_UNROLL
-for (uint k = 0u; k < 8u; ++k) exact += s0 + k < border ? share[s0 + k] * early[k] : 0.0f;
-continue;
+for (uint k = 0u; k < 8u; ++k) {
+found[k] = known ? float(early[k]) : float(sums[(first + min(s0 + k, end - 1u) * rows) * W + min(c, W - 1u)]);
 }
 VQ_UNROLL
 for (uint k = 0u; k < 8u; ++k) {
-const uint s = min(s0 + k, border - 1u);
-const float found = sums[(first + s * rows) * W + min(c, W - 1u)];
-exact += s0 + k < border ? share[s] * found : 0.0f;
+const float one = s0 + k < end ? share[s0 + k] * found[k] : 0.0f;
+exact += s0 + k < exact_splits ? one : 0.0f;
+packed += s0 + k < exact_splits ? 0.0f : one;
 }
 }
 parts[thread] = exact;
+others[thread] = packed;
 threadgroup_barrier(mem_flags::mem_threadgroup);
 exact = parts[column] + parts[128u + column] + parts[256u + column] + parts[384u + column];
-threadgroup_barrier(mem_flags::mem_threadgroup);
-float packed = 0.0f;
-for (uint s0 = border; s0 < end; s0 += 8u) {
-if (c0 == 0u && s0 == begin) {
-VQ_UNROLL
-for (uint k = 0u; k < 8u; ++k) packed += s0 + k < end ? share[s0 + k] * early[k] : 0.0f;
-continue;
-}
-VQ_UNROLL
-for (uint k = 0u; k < 8u; ++k) {
-const uint s = min(s0 + k, end - 1u);
-const float found = sums[(first + s * rows) * W + min(c, W - 1u)];
-packed += s0 + k < end ? share[s] * found : 0.0f;
-}
-}
-parts[thread] = packed;
-threadgroup_barrier(mem_flags::mem_threadgroup);
-packed = parts[column] + parts[128u + column] + parts[256u + column] + parts[384u + column];
+packed = others[column] + others[128u + column] + others[256u + column] + others[384u + column];
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (run == 0u && c < D) plain[n * D + c] = exact / whole;
 if (run == 0u && c < width) stored[n * width + c] = packed / whole;

@@ -1,6 +1,7 @@
 #define VQ_SHARED(T, name, n) alignas(16) threadgroup T name[n]
 #define VQ_SHARED_PTR(T) threadgroup T*
 #define VQ_LOCAL(T, name, n) T name[n]
+#define VQ_LOCAL_PTR(T) thread T*
 #define VQ_CONSTANT(T, name, n) constant T name[n]
 #define VQ_UNROLL _Pragma("clang loop unroll(full)")
 #define VQ_FN inline
@@ -10,47 +11,65 @@ return a * b;
 }
 inline float vq_div(float a, float b) { return metal::precise::divide(a, b); }
 VQ_CONSTANT(uint, HADAMARD_MINUS, 120) = {0u, 2954u, 1814u, 3628u, 3162u, 2230u, 366u, 732u, 1464u, 2928u, 1762u, 3524u, 0u, 649754u, 250934u, 501868u, 1003736u, 958898u, 869222u, 689870u, 331166u, 662332u, 276090u, 552180u, 55786u, 111572u, 223144u, 446288u, 892576u, 736578u, 424582u, 849164u, 2u, 178956971u, 51376328u, 161831534u, 205505312u, 110455226u, 16714892u, 173385446u, 66859568u, 156670874u, 267438272u, 89812586u, 264446732u, 90814886u, 252480572u, 94824086u, 204615932u, 110860886u, 13157372u, 175008086u, 52629488u, 163161434u, 210517952u, 115774826u, 36765452u, 194663846u, 147061808u, 241784474u, 0u, 1142u, 2284u, 474u, 948u, 1896u, 3792u, 3490u, 2886u, 1678u, 3356u, 2618u, 0u, 398822u, 797644u, 546714u, 44854u, 89708u, 179416u, 358832u, 717664u, 386754u, 773508u, 498442u, 996884u, 945194u, 841814u, 635054u, 221534u, 443068u, 886136u, 723698u, 2u, 178956971u, 51376328u, 161831534u, 205505312u, 110455226u, 16714892u, 173385446u, 66859568u, 156670874u, 267438272u, 89812586u, 264446732u, 90814886u, 252480572u, 94824086u, 204615932u, 110860886u, 13157372u, 175008086u, 52629488u, 163161434u, 210517952u, 115774826u, 36765452u, 194663846u, 147061808u, 241784474u};
-VQ_FN void hadamard(VQ_SHARED_PTR(float) v, uint D, uint lane, bool transposed) {
+VQ_FN void hadamard_held(VQ_LOCAL_PTR(float) v, VQ_SHARED_PTR(float) room, uint D, uint lane, bool transposed) {
 const float norm = vq_div(1.0f, sqrt(float(D)));
+VQ_UNROLL
+for (uint r = 0u; r < 16u; ++r) v[r] = vq_mul(v[r], norm);
+if (D >= 32u && (D & (D - 1u)) == 0u) {
+VQ_UNROLL
+for (uint r = 0u; r < 16u; ++r) {
+if (r * 32u < D) {
+VQ_UNROLL
+for (uint o = 1u; o < 32u; o <<= 1) {
+const float mine = v[r], other = simd_shuffle_xor(mine, ushort(o));
+v[r] = (lane & o) != 0u ? other - mine : mine + other;
+}
+}
+}
+VQ_UNROLL
+for (uint o = 1u; o < 16u; o <<= 1) {
+if (o * 32u < D) {
+VQ_UNROLL
+for (uint r = 0u; r < 16u; ++r) {
+if ((r & o) == 0u && r * 32u < D) {
+const float a = v[r], b = v[r + o];
+v[r] = a + b;
+v[r + o] = a - b;
+}
+}
+}
+}
+return;
+}
 const uint odd = D >> ctz(D), m = odd == 1u ? 1u : 4u * odd, run = D / m;
-for (uint i = lane; i < D; i += 32u) v[i] = vq_mul(v[i], norm);
+VQ_UNROLL
+for (uint r = 0u; r < 16u; ++r)
+if (r * 32u + lane < D) room[r * 32u + lane] = v[r];
 simdgroup_barrier(mem_flags::mem_threadgroup);
 for (uint stride = 1u; stride < run; stride <<= 1) {
 for (uint p = lane; p < D / 2u; p += 32u) {
 const uint at = 2u * p - (p & (stride - 1u));
-const float a = v[at], b = v[at + stride];
-v[at] = a + b;
-v[at + stride] = a - b;
+const float a = room[at], b = room[at + stride];
+room[at] = a + b;
+room[at + stride] = a - b;
 }
 simdgroup_barrier(mem_flags::mem_threadgroup);
 }
-if (m > 1u) {
 const uint table = (odd == 3u ? 0u : odd == 5u ? 12u : 32u) + (transposed ? 60u : 0u);
-VQ_LOCAL(float, mixed, 16);
-VQ_UNROLL
-for (uint r = 0u; r < 16u; ++r) {
-const uint i = r * 32u + lane;
-if (i < D) {
-const uint minus = HADAMARD_MINUS[table + i / run], place = i % run;
-const float first = v[place];
+for (uint i = lane; i < D; i += 32u) {
+const uint minus = m > 1u ? uint(HADAMARD_MINUS[table + i / run]) : 0u, place = i % run;
+const float first = room[place];
 float sum = minus & 1u ? -first : first;
 for (uint j = 1u; j < m; ++j) {
-const float w = v[j * run + place];
+const float w = room[j * run + place];
 sum += minus >> j & 1u ? -w : w;
 }
-mixed[r] = sum;
+room[512u + i] = sum;
 }
-}
-simdgroup_barrier(mem_flags::mem_threadgroup);
 VQ_UNROLL
-for (uint r = 0u; r < 16u; ++r) {
-if (r * 32u + lane < D) {
-const float w = mixed[r];
-v[r * 32u + lane] = w;
-}
-}
+for (uint r = 0u; r < 16u; ++r)
+if (r * 32u + lane < D) v[r] = room[512u + r * 32u + lane];
 simdgroup_barrier(mem_flags::mem_threadgroup);
-}
 }
 template <typename T, bool undo>
 [[kernel]] void custom_kernel_sign_hadamard__float_0_float_float_uint32_t_float(
@@ -63,20 +82,36 @@ template <typename T, bool undo>
   uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
   uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]) {
 const uint rows = run_numbers[0];
-VQ_SHARED(float, all, 2048);
+VQ_SHARED(float, room, 4096);
 const uint D = signs_shape[1], rounds = signs_shape[0], lane = thread_index_in_simdgroup;
 const uint n = threadgroup_position_in_grid.x * 4u + simdgroup_index_in_threadgroup;
 const uint row = min(n, rows - 1u), own = simdgroup_index_in_threadgroup * 512u;
-for (uint i = lane; i < D; i += 32u) all[own + i] = float(x[row * D + i]);
+VQ_LOCAL(float, ahead, 16);
+VQ_UNROLL
+for (uint r = 0u; r < 16u; ++r)
+if (r * 32u < D) ahead[r] = signs[(undo ? rounds - 1u : 0u) * D + min(r * 32u + lane, D - 1u)];
+VQ_LOCAL(float, v, 16);
+VQ_UNROLL
+for (uint r = 0u; r < 16u; ++r) v[r] = r * 32u + lane < D ? float(x[row * D + r * 32u + lane]) : 0.0f;
 for (uint k = 0u; k < rounds; ++k) {
-const uint sign = (undo ? rounds - 1u - k : k) * D;
-if (!undo) for (uint i = lane; i < D; i += 32u) all[own + i] *= signs[sign + i];
-hadamard(all + own, D, lane, undo);
-if (undo) for (uint i = lane; i < D; i += 32u) all[own + i] *= signs[sign + i];
+VQ_LOCAL(float, by, 16);
+VQ_UNROLL
+for (uint r = 0u; r < 16u; ++r) by[r] = r * 32u < D ? float(ahead[r]) : 0.0f;
+if (k + 1u < rounds) {
+VQ_UNROLL
+for (uint r = 0u; r < 16u; ++r)
+if (r * 32u < D) ahead[r] = signs[(undo ? rounds - 2u - k : k + 1u) * D + min(r * 32u + lane, D - 1u)];
 }
-for (uint i = lane; n < rows && i < D; i += 32u) {
-const float w = all[own + i];
-y[row * D + i] = w;
+if (!(undo)) { VQ_UNROLL
+for (uint r = 0u; r < 16u; ++r) v[r] *= by[r]; }
+hadamard_held(v, room + 2u * own, D, lane, undo);
+if (undo) { VQ_UNROLL
+for (uint r = 0u; r < 16u; ++r) v[r] *= by[r]; }
+}
+VQ_UNROLL
+for (uint r = 0u; r < 16u; ++r) {
+const uint i = r * 32u + lane;
+if (n < rows && i < D) y[row * D + i] = v[r];
 }
 
 }

@@ -89,4 +89,5 @@ def snippet(state: MseState, side: Side) -> Snippet:
         width=state.width,
         prepare=state.prepare_query,
         finish=state.finish,
+        signs=state.signs,
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from vq_core.kernels.standard.hadamard import first_signs, turn
+
 THREADS = 512
 MOST_SPLITS = 512
+MOST = 256
+"""Largest head size that is rotated back: more would take registers that 512 threads do not have."""
 
 BODY = """
 // sums (B, H, splits, R * L, W), tops (B, H, splits, R * L, 2) -> out (B, Hq, L, D). A threadgroup takes a query row:
@@ -85,17 +89,76 @@ for (uint c0 = 0u; c0 < D; c0 += 128u) {{
 """
 )
 
+# The exact splits' sums and the packed ones' apart, for a method that stores values in another basis.
+SHARED_APART = """
+VQ_SHARED(float, others, 512);
+"""
+SUMS = """
+  float exact = 0.0f, packed = 0.0f;
+  for (uint s0 = begin; s0 < end; s0 += 8u) {
+    VQ_LOCAL(float, found, 8);
+    const bool known = c0 == 0u && s0 == begin;
+    VQ_UNROLL
+    for (uint k = 0u; k < 8u; ++k) {
+      found[k] = known ? float(early[k]) : float(sums[(first + min(s0 + k, end - 1u) * rows) * W + min(c, W - 1u)]);
+    }
+    VQ_UNROLL
+    for (uint k = 0u; k < 8u; ++k) {
+      const float one = s0 + k < end ? share[s0 + k] * found[k] : 0.0f;
+      exact += s0 + k < exact_splits ? one : 0.0f;
+      packed += s0 + k < exact_splits ? 0.0f : one;
+    }
+  }
+  parts[thread] = exact;
+  others[thread] = packed;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  exact = parts[column] + parts[128u + column] + parts[256u + column] + parts[384u + column];
+  packed = others[column] + others[128u + column] + others[256u + column] + others[384u + column];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+"""
 APART = (
-    BODY
+    SHARED_APART
+    + BODY
     + f"""
-// The exact splits' sums and the packed ones' apart, for a method that stores values in another basis.
-const uint border = min(max(exact_splits, begin), end);
 for (uint c0 = 0u; c0 < W; c0 += 128u) {{
   const uint c = c0 + column;
-{_sum("exact", "begin", "border")}
-{_sum("packed", "border", "end")}
+{SUMS}
   if (run == 0u && c < D) plain[n * D + c] = exact / whole;
   if (run == 0u && c < width) stored[n * width + c] = packed / whole;
+}}
+"""
+)
+
+TURNED = (
+    f"""
+// Packed sums are rotated back here by the rounds of `signs` (rounds, D), and what is written is the sum of both.
+VQ_SHARED(float, plain, {MOST});
+VQ_SHARED(float, room, {2 * MOST});
+"""
+    + SHARED_APART
+    + BODY
+    + f"""
+for (uint c0 = 0u; c0 < D; c0 += 128u) {{
+  const uint c = c0 + column;
+{SUMS}
+  if (run == 0u && c < D) {{
+    plain[c] = exact / whole;
+    room[c] = packed / whole;
+  }}
+}}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+if (sg == 0u) {{
+  const uint rounds = signs_shape[0];
+{first_signs("true", MOST)}
+  VQ_LOCAL(float, v, {MOST // 32});
+  VQ_UNROLL
+  for (uint r = 0u; r < {MOST // 32}u; ++r) v[r] = r * 32u + lane < D ? float(room[r * 32u + lane]) : 0.0f;
+{turn("true", "room", MOST)}
+  VQ_UNROLL
+  for (uint r = 0u; r < {MOST // 32}u; ++r) {{
+    const uint i = r * 32u + lane;
+    if (i < D) out[n * D + i] = T(plain[i] + v[r]);
+  }}
 }}
 """
 )

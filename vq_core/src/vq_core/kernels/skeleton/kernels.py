@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import mlx.core as mx
 import numpy as np
 
+from vq_core.codec.hadamard import SignHadamard, hadamard_sizes
 from vq_core.errors import PluginError, UnsupportedShapeError
 from vq_core.kernels.kernel import Call, Case, Kernel, Output
 from vq_core.kernels.skeleton import combine, portable
 from vq_core.kernels.skeleton.portable import EXACT_UNIT, Side, exact_channels
-from vq_core.kernels.skeleton.snippet import SIMD
+from vq_core.kernels.skeleton.snippet import SIMD, Snippet
 from vq_core.kernels.skeleton.summing import GROUPS
+from vq_core.kernels.standard.hadamard import held
+
+if TYPE_CHECKING:
+    from vq_core.kernels.skeleton.matrix import MatrixSnippet
 
 MOST_ROWS = 4
 """Query rows that a threadgroup takes at once: each costs a lane 16 sums or more in registers."""
@@ -36,7 +41,7 @@ class Pair:
 
     Attributes:
         run: The pass over packed and exact tokens.
-        merge: The merging of its splits; ``apart`` where the values' sums are in a basis of their own.
+        merge: The merging of its splits, see :func:`merge_of`.
         unit: Packed tokens that a SIMD group takes at once.
         rows: Query rows that a threadgroup can take.
         keys, values: The sides.
@@ -48,7 +53,6 @@ class Pair:
     rows: int
     keys: Side
     values: Side
-    apart: bool
 
 
 _lock = threading.Lock()
@@ -60,8 +64,15 @@ def pair(keys: Side, values: Side, key_dim: int, value_dim: int, dtype: str) -> 
 
     Raises:
         UnsupportedShapeError: the skeleton cannot do it, naming the limit.
-        PluginError: two different texts under one name.
+        PluginError: two different texts under one name, or signs that are not of the head size.
     """
+    for side, dim in ((keys, key_dim), (values, value_dim)):
+        signs = side.snippet.signs
+        if signs is not None and (signs.shape[1], side.width) != (dim, dim):
+            raise PluginError(
+                f"snippet {side.snippet.name!r}: signs of {signs.shape[1]} numbers for a head size of {dim} and a "
+                f"stored width of {side.width}: all three must be one"
+            )
     unit = _unit(keys, values)
     rows = _rows(keys, values, key_dim, value_dim, unit)
     kinds = "".join(short(p.dtype) for side in (keys, values) for p in side.pointers)
@@ -77,7 +88,16 @@ def pair(keys: Side, values: Side, key_dim: int, value_dim: int, dtype: str) -> 
             f"two different snippets are called {keys.snippet.label!r} or {values.snippet.label!r}: give each text a "
             f"name of its own, with what it depends on among its integers"
         )
-    return attrs.evolve(known[0], keys=keys, values=values)
+    # One text serves all layers, and rotations of any kind.
+    merge = merge_of(values.snippet)
+    return attrs.evolve(known[0], merge=merge, keys=keys, values=values)
+
+
+def merge_of(values: Snippet | MatrixSnippet) -> Kernel:
+    """What merges the splits of a snippet's values."""
+    if values.finish is None:
+        return MERGE
+    return MERGE_APART if values.signs is None else MERGE_TURNED
 
 
 def short(dtype: str) -> str:
@@ -168,8 +188,7 @@ def _pair(
         tolerance=1e-5,
         check=check,
     )  # fmt: skip
-    apart = values.snippet.finish is not None
-    return Pair(run, MERGE_APART if apart else MERGE, unit, rows, keys, values, apart)
+    return Pair(run, MERGE, unit, rows, keys, values)
 
 
 def _not_here(*inputs: mx.array, **parameters: object) -> Sequence[mx.array]:
@@ -251,28 +270,65 @@ def _merge_apart(
     return [exact[..., :D], packed[..., :width]]
 
 
+def _merge_turned(
+    sums: mx.array, tops: mx.array, logits: mx.array, signs: mx.array, *, T: str, D: int, **numbers: int
+) -> list[mx.array]:
+    exact, packed = _merge_reference(sums, tops, logits, **numbers)
+    return [(exact + SignHadamard(signs, signs).undo(packed)).astype(getattr(mx, T))]
+
+
+def _check_turned(call: Call) -> str:
+    sums, signs, D = call.shapes["sums"], call.shapes["signs"], call.numbers["D"]
+    if len(signs) != 2 or not signs[0] or signs[1] != D or sums[-1] != D or D > combine.MOST:
+        return f"sums {sums}, signs {signs}, D={D}: sums have D numbers, at most {combine.MOST}, signs are (rounds, D)"
+    try:
+        hadamard_sizes(D)
+    except UnsupportedShapeError as wrong:
+        return str(wrong)
+    return _check_merge(call)
+
+
+def _merge_case(
+    rng: np.random.Generator, B: int, H: int, splits: int, R: int, L: int, W: int, logits: int
+) -> tuple[tuple[mx.array, ...], dict[str, int], str]:
+    """Inputs, numbers and a name; among them splits that had no tokens, and a query that saw none."""
+    sums = rng.standard_normal((B, H, splits, R * L, W), np.float32)
+    tops = rng.standard_normal((B, H, splits, R * L, 2), np.float32) * np.float32(9)
+    tops[..., 1] = np.abs(tops[..., 1]) + 1
+    tops[:, :, 1::3] = sums[:, :, 1::3] = 0
+    tops[:, :, :, 1:2] = sums[:, :, :, 1:2] = 0
+    logit = rng.standard_normal(max(8, H * R)).astype(np.float32) * np.float32(15)
+    numbers = {"query_length": L, "with_logits": logits, "exact_splits": splits // 3}
+    inputs = (mx.array(sums), mx.array(tops), mx.array(logit[: H * R] if logits else logit))
+    return inputs, numbers, f"{splits} splits of {R * L} rows of {W}, {'with' if logits else 'without'} sinks"
+
+
+SHAPES = ((1, 2, 1, 1, 1, 0), (1, 2, 7, 4, 1, 0), (2, 1, 33, 3, 2, 1), (1, 1, 300, 2, 5, 1))
+"""B, H, splits, R, L and whether there are sinks."""
+
+
 def _merge_cases(apart: bool) -> Callable[[], Iterator[Case]]:
     def cases() -> Iterator[Case]:
         rng = np.random.default_rng(3)
-        for B, H, splits, R, L, D, logits in (
-            (1, 2, 1, 1, 1, 16, 0), (1, 2, 7, 4, 1, 128, 0), (2, 1, 33, 3, 2, 80, 1), (1, 1, 300, 2, 5, 160, 1),
-        ):  # fmt: skip
-            sums = rng.standard_normal((B, H, splits, R * L, D + 16), np.float32)
-            tops = rng.standard_normal((B, H, splits, R * L, 2), np.float32) * np.float32(9)
-            tops[..., 1] = np.abs(tops[..., 1]) + 1
-            tops[:, :, 1::3] = sums[:, :, 1::3] = 0  # splits that had no tokens
-            tops[:, :, :, 1:2] = sums[:, :, :, 1:2] = 0  # a query that saw none, where there are two
-            logit = rng.standard_normal(max(8, H * R)).astype(np.float32)
-            numbers = {"query_length": L, "with_logits": logits, "exact_splits": splits // 3, "D": D}
-            inputs = (mx.array(sums), mx.array(tops), mx.array(logit[: H * R] if logits else logit))
-            name = f"{splits} splits of {R * L} rows, {'with' if logits else 'without'} sinks"
+        for (B, H, splits, R, L, logits), D in zip(SHAPES, (16, 128, 80, 160), strict=True):
+            inputs, numbers, name = _merge_case(rng, B, H, splits, R, L, D + 16, logits)
             if apart:
-                yield Case(inputs, numbers | {"width": D + 16}, name)
+                yield Case(inputs, numbers | {"D": D, "width": D + 16}, name)
             else:
                 for T in MERGED:
-                    yield Case(inputs, numbers | {"T": T}, name)
+                    yield Case(inputs, numbers | {"D": D, "T": T}, name)
 
     return cases
+
+
+def _turned_cases() -> Iterator[Case]:
+    rng = np.random.default_rng(4)
+    for turn, D in enumerate((64, 128, 96, 80, 256, 112, 192, 160, 20, 224) * 8):
+        B, H, splits, R, L, logits = SHAPES[turn % 4]
+        inputs, numbers, name = _merge_case(rng, B, H, splits - turn % 3 if splits > 3 else splits, R, L, D, logits)
+        signs = mx.array(rng.choice([-1.0, 1.0], (1 + turn // 2 % 3, D)).astype(np.float32))
+        T = MERGED[turn % 3]
+        yield Case((*inputs, signs), numbers | {"D": D, "T": T}, f"{name}, {signs.shape[0]} rounds, {T}")
 
 
 MERGED = ("float16", "bfloat16", "float32")
@@ -305,4 +361,16 @@ MERGE_APART = Kernel(
     tolerance=1e-5,
     **_COMMON,
 )
-KERNELS = (MERGE, MERGE_APART)
+MERGE_TURNED = Kernel(
+    name="attend_merge_turned",
+    body=combine.TURNED,
+    header=held(combine.MOST),
+    outputs={"out": _merged("T", "D")},
+    parameters={"T": MERGED},
+    numbers=("query_length", "with_logits", "exact_splits", "D"),
+    equals=_merge_turned,
+    cases=_turned_cases,
+    tolerance=8e-3,  # as attend_merge
+    **_COMMON | {"inputs": _COMMON["inputs"] | {"signs": "float32"}, "check": _check_turned},
+)
+KERNELS = (MERGE, MERGE_APART, MERGE_TURNED)

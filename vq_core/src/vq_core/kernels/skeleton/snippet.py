@@ -19,7 +19,8 @@ from typing import Literal
 import attrs
 import mlx.core as mx
 
-from vq_core.errors import PluginError
+from vq_core.codec.hadamard import hadamard_sizes
+from vq_core.errors import PluginError, UnsupportedShapeError
 from vq_core.kernels.rules import TINY, stripped
 
 SIMD = 32
@@ -62,6 +63,9 @@ class Snippet:
             numbers there are read and dropped.
         prepare: Keys: queries (B, H_q, L, D), float32, into the stored basis (B, H_q, L, width). ``None``: as they are.
         finish: Values: sums (B, H_q, L, width), float32, out of the stored basis. ``None``: as they are.
+        signs: (rounds, D) float32, where ``prepare`` is, and ``finish`` undoes, the rotation by these signs of
+            :class:`~vq_core.codec.hadamard.SignHadamard`, and width and head size are D: each is then part of a launch
+            of the core's. ``None``: they are functions.
     """
 
     name: str = attrs.field(validator=_named)
@@ -77,6 +81,7 @@ class Snippet:
     width: int = 0
     prepare: Callable[[mx.array], mx.array] | None = None
     finish: Callable[[mx.array], mx.array] | None = None
+    signs: mx.array | None = None
 
     def __attrs_post_init__(self) -> None:
         wrong = _wrong(self)
@@ -122,7 +127,22 @@ def _wrong(s: Snippet) -> str:
     for unit in s.units:
         if not (isinstance(unit, float) and 0 < unit < math.inf and math.frexp(unit)[0] == 0.5):
             return f"unit {unit!r}: a power of two, as a float, is accepted"
-    return ""
+    return wrong_signs(s.signs, s.prepare is not None or s.finish is not None)
+
+
+def wrong_signs(signs: mx.array | None, turned: bool) -> str:
+    """What is wrong with a snippet's signs, given whether it has a function that they describe; empty if nothing."""
+    if signs is None:
+        return ""
+    if not isinstance(signs, mx.array) or signs.ndim != 2 or signs.dtype != mx.float32:
+        return "its signs must be an MLX array (rounds, D) of float32"
+    if not turned:
+        return "signs say what prepare and finish do: give it one of these too"
+    try:
+        hadamard_sizes(signs.shape[1])
+    except UnsupportedShapeError as wrong:
+        return str(wrong)
+    return "" if signs.shape[0] else "its signs have no round"
 
 
 __all__ = ["SIMD", "Snippet"]

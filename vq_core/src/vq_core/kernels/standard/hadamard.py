@@ -1,7 +1,9 @@
 """Sign-Hadamard rotations in kernels, equal to :mod:`vq_core.codec.hadamard` bit for bit.
 
 ``ROTATE`` is text for the header of a kernel that rotates as a part of its work: a SIMD group turns one vector that
-lies in threadgroup memory, by :data:`MOST` numbers at most.  The head size is a run-time number.
+lies in threadgroup memory, by :data:`MOST` numbers at most.  The head size is a run-time number.  :func:`held` and
+:func:`turn` are the same for a vector that lies in registers, where powers of two stay: shuffles in the place of a
+barrier for each stride, which is what counts where there are few vectors.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ def _minus(transposed: bool) -> list[int]:
 
 _TABLE = ", ".join(f"{row}u" for row in _minus(False) + _minus(True))
 
-ROTATE = f"""
+MINUS = f"""
 // Rows of the Hadamard matrices of 12, 20 and 28, then of their transposes: a bit for each -1.
 VQ_CONSTANT(uint, HADAMARD_MINUS, 120) = {{{_TABLE}}};
+"""
+ROTATE = f"""{MINUS.rstrip()}
 // v (D) = H v, or H^T v, by one SIMD group. Before, each lane has written the numbers lane, lane + 32, ...; after, all
 // lanes may read all of them.
 VQ_FN void hadamard(VQ_SHARED_PTR(float) v, uint D, uint lane, bool transposed) {{
@@ -81,23 +85,126 @@ VQ_FN void hadamard(VQ_SHARED_PTR(float) v, uint D, uint lane, bool transposed) 
 }}
 """
 
+
+def held(most: int) -> str:
+    """Header text for :func:`turn`, of vectors of so many numbers at most."""
+    return f"""{MINUS}
+// The same of a vector in registers: v[r] is number 32 r + lane; by one SIMD group, whose `room` has {2 * most} places.
+VQ_FN void hadamard_held(VQ_LOCAL_PTR(float) v, VQ_SHARED_PTR(float) room, uint D, uint lane, bool transposed) {{
+  const float norm = vq_div(1.0f, sqrt(float(D)));
+  VQ_UNROLL
+  for (uint r = 0u; r < {most // 32}u; ++r) v[r] = vq_mul(v[r], norm);
+  if (D >= 32u && (D & (D - 1u)) == 0u) {{
+    VQ_UNROLL
+    for (uint r = 0u; r < {most // 32}u; ++r) {{
+      if (r * 32u < D) {{
+        VQ_UNROLL
+        for (uint o = 1u; o < 32u; o <<= 1) {{
+          const float mine = v[r], other = simd_shuffle_xor(mine, ushort(o));
+          v[r] = (lane & o) != 0u ? other - mine : mine + other;
+        }}
+      }}
+    }}
+    VQ_UNROLL
+    for (uint o = 1u; o < {most // 32}u; o <<= 1) {{
+      if (o * 32u < D) {{
+        VQ_UNROLL
+        for (uint r = 0u; r < {most // 32}u; ++r) {{
+          if ((r & o) == 0u && r * 32u < D) {{
+            const float a = v[r], b = v[r + o];
+            v[r] = a + b;
+            v[r + o] = a - b;
+          }}
+        }}
+      }}
+    }}
+    return;
+  }}
+  const uint odd = D >> ctz(D), m = odd == 1u ? 1u : 4u * odd, run = D / m;
+  VQ_UNROLL
+  for (uint r = 0u; r < {most // 32}u; ++r)
+    if (r * 32u + lane < D) room[r * 32u + lane] = v[r];
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint stride = 1u; stride < run; stride <<= 1) {{
+    for (uint p = lane; p < D / 2u; p += 32u) {{
+      const uint at = 2u * p - (p & (stride - 1u));
+      const float a = room[at], b = room[at + stride];
+      room[at] = a + b;
+      room[at + stride] = a - b;
+    }}
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }}
+  const uint table = (odd == 3u ? 0u : odd == 5u ? 12u : 32u) + (transposed ? 60u : 0u);
+  for (uint i = lane; i < D; i += 32u) {{
+    const uint minus = m > 1u ? uint(HADAMARD_MINUS[table + i / run]) : 0u, place = i % run;
+    const float first = room[place];
+    float sum = minus & 1u ? -first : first;
+    for (uint j = 1u; j < m; ++j) {{
+      const float w = room[j * run + place];
+      sum += minus >> j & 1u ? -w : w;
+    }}
+    room[{most}u + i] = sum;
+  }}
+  VQ_UNROLL
+  for (uint r = 0u; r < {most // 32}u; ++r)
+    if (r * 32u + lane < D) v[r] = room[{most}u + r * 32u + lane];
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}}
+"""
+
+
+def _load(round_: str, most: int) -> str:
+    return f"""
+VQ_UNROLL
+for (uint r = 0u; r < {most // 32}u; ++r)
+  if (r * 32u < D) ahead[r] = signs[({round_}) * D + min(r * 32u + lane, D - 1u)];
+"""
+
+
+def first_signs(undo: str, most: int) -> str:
+    """Text that starts to read a round's signs, for :func:`turn`, before the vector is there."""
+    return f"VQ_LOCAL(float, ahead, {most // 32});\n" + _load(f"{undo} ? rounds - 1u : 0u", most)
+
+
+def turn(undo: str, room: str, most: int) -> str:
+    """Text that rotates ``v`` in registers (see :func:`held`) by ``rounds`` of ``signs``; undone, from the last.
+
+    Args:
+        undo: Text of a bool.
+        room: Threadgroup memory of the SIMD group, 2 * most numbers.
+        most: As of :func:`held`.
+    """
+    times = f"VQ_UNROLL\n  for (uint r = 0u; r < {most // 32}u; ++r) v[r] *= by[r];"
+    return f"""
+for (uint k = 0u; k < rounds; ++k) {{
+  VQ_LOCAL(float, by, {most // 32});
+  VQ_UNROLL
+  for (uint r = 0u; r < {most // 32}u; ++r) by[r] = r * 32u < D ? float(ahead[r]) : 0.0f;
+  // The next round's signs are on their way while this one is done.
+  if (k + 1u < rounds) {{ {_load(f"{undo} ? rounds - 2u - k : k + 1u", most)} }}
+  if (!({undo})) {{ {times} }}
+  hadamard_held(v, {room}, D, lane, {undo});
+  if ({undo}) {{ {times} }}
+}}
+"""
+
+
 BODY = f"""
 // x (..., D), signs (rounds, D) -> y (..., D) float32: rounds of signs, then H; undone, of H^T, then signs, from the
 // last. One SIMD group a vector.
-VQ_SHARED(float, all, {THREADS // 32 * MOST});
+VQ_SHARED(float, room, {THREADS // 16 * MOST});
 const uint D = signs_shape[1], rounds = signs_shape[0], lane = thread_index_in_simdgroup;
 const uint n = threadgroup_position_in_grid.x * {THREADS // 32}u + simdgroup_index_in_threadgroup;
 const uint row = min(n, rows - 1u), own = simdgroup_index_in_threadgroup * {MOST}u;
-for (uint i = lane; i < D; i += 32u) all[own + i] = float(x[row * D + i]);
-for (uint k = 0u; k < rounds; ++k) {{
-  const uint sign = (undo ? rounds - 1u - k : k) * D;
-  if (!undo) for (uint i = lane; i < D; i += 32u) all[own + i] *= signs[sign + i];
-  hadamard(all + own, D, lane, undo);
-  if (undo) for (uint i = lane; i < D; i += 32u) all[own + i] *= signs[sign + i];
-}}
-for (uint i = lane; n < rows && i < D; i += 32u) {{
-  const float w = all[own + i];
-  y[row * D + i] = w;
+{first_signs("undo", MOST)}
+VQ_LOCAL(float, v, {MOST // 32});
+VQ_UNROLL
+for (uint r = 0u; r < {MOST // 32}u; ++r) v[r] = r * 32u + lane < D ? float(x[row * D + r * 32u + lane]) : 0.0f;
+{turn("undo", "room + 2u * own", MOST)}
+VQ_UNROLL
+for (uint r = 0u; r < {MOST // 32}u; ++r) {{
+  const uint i = r * 32u + lane;
+  if (n < rows && i < D) y[row * D + i] = v[r];
 }}
 """
 
@@ -110,8 +217,8 @@ def rotated(x: mx.array, signs: mx.array, *, undo: bool, **rest: object) -> tupl
 
 def _check(call: Call) -> str:
     x, signs = call.shapes["x"], call.shapes["signs"]
-    if len(signs) != 2 or signs[1] != x[-1] or signs[1] > MOST:
-        return f"x {x} and signs {signs}: accepted are (..., D) and (rounds, D), D at most {MOST}"
+    if len(signs) != 2 or signs[1] != x[-1] or signs[1] > MOST or not signs[0]:
+        return f"x {x} and signs {signs}: accepted are (..., D) and (rounds, D), rounds at least 1, D at most {MOST}"
     try:
         hadamard_sizes(signs[1])
     except UnsupportedShapeError as wrong:
@@ -145,7 +252,7 @@ SIGN_HADAMARD = Kernel(
     name="sign_hadamard",
     stands_for="rotate",
     body=BODY,
-    header=ROTATE,
+    header=held(MOST),
     inputs={"x": "T", "signs": "float32"},
     outputs={"y": Output("float32", lambda call: call.shapes["x"])},
     parameters={"T": ("float32", "float16", "bfloat16"), "undo": (False, True)},
