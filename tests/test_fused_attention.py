@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -64,9 +65,9 @@ def test_a_kept_step_gives_what_a_new_one_gives(
     tier: str, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over updates with and without a flush, two layers in turn, one query and three: bit for bit."""
-    from vq_core.attention import packed
+    from vq_core.attention import packed, ready
 
-    monkeypatch.setattr(packed, "_steps", {})
+    monkeypatch.setattr(ready, "_kinds", {})
     caches = [filled(150, attention=tier, **options) for _ in range(2)]
     made = []
     monkeypatch.setattr(
@@ -78,10 +79,10 @@ def test_a_kept_step_gives_what_a_new_one_gives(
             cache.update_and_fetch(random(step + layer, 1, 2, L, 64), random(step + layer + 99, 1, 2, L, 64))
             view, q = cache._view(), random(step, 1, 4, L, 64)
             got = np.array(attend(view, q, scale=0.125, mask="causal", tier=tier))
-            kept, packed._steps = packed._steps, {}
+            kept, ready._kinds = ready._kinds, {}
             count = len(made)
-            want = np.array(attend(view, q, scale=0.125, mask="causal", tier=tier))
-            packed._steps = kept
+            want = np.array(attend(attrs.evolve(view, steady=None), q, scale=0.125, mask="causal", tier=tier))
+            ready._kinds = kept
             del made[count:]
             assert np.array_equal(got, want), f"step {step}, layer {layer}"
     assert len(made) <= 45 * 2 / 8, "most steps are grown from an earlier one, or shared by both layers"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from vq_core import PackedKVCache, UnsupportedShapeError
 from vq_core.attention.packed import attend
+from vq_core.cache.policy import LayerPolicy
 from vq_core.evaluate.random_attention import MATRIX_PAIRS, run
 from vq_core.testing.observe import assert_same
 
@@ -128,3 +132,57 @@ def test_queries_of_nothing(method: str, dtype: mx.Dtype, size: float) -> None:
     for head in range(4):
         error = np.linalg.norm(got[:, head] - want[:, head]) / np.linalg.norm(want[:, head])
         assert error < (1e-2 if dtype == mx.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("method", "D", "dtype"),
+    [("kivi:bits=2", 64, mx.float16), ("kivi:bits=2", 96, mx.bfloat16), ("turboquant_mse:bits=2", 64, mx.float16)],
+)
+def test_the_window_that_attention_writes_is_the_one_that_is_joined(method: str, D: int, dtype: mx.Dtype) -> None:
+    """Bit for bit, over flushes, steps of one token and of three, steps that nobody attends to, and two readers."""
+    policy = LayerPolicy.make(method=method, residual=16, attention="matrix", kernels="simulator", sink_tokens=2)
+    cache = PackedKVCache.from_policy(policy, strict=True)  # else the tokens are joined for the dense tags
+    cache.update_and_fetch(random(1, 1, 2, 300, D, dtype=dtype), random(2, 1, 2, 300, D, dtype=dtype))
+    twin = filled(D, dtype, method=method, sink_tokens=2, attention="mlx", kernels="off")
+    written = 0
+    for step in range(40):
+        L = 3 if step % 9 == 8 else 1
+        new = [random(step + n, 1, 2, L, D, dtype=dtype) for n in (100, 200)]
+        keys, _ = cache.update_and_fetch(*new)
+        twin.update_and_fetch(*new)
+        window = cache._history.window  # type: ignore[union-attr]
+        apart = window.parts() is not None
+        if step % 5:
+            reading, q = keys.vq_reading, random(step, 1, 4, L, D, dtype=dtype)
+            out = reading.attend(q, scale=0.125, mask="causal")
+            assert window.parts() is None, "attention has joined them"
+            written += apart
+            again, want = (np.array(r.attend(q, scale=0.125, mask="causal").astype(mx.float32)) for r in (
+                reading, attrs.evolve(reading, view=cache._view(), tier="reference")))  # fmt: skip
+            assert np.array_equal(np.array(out.astype(mx.float32)), again)
+            assert np.linalg.norm(again - want) < (2e-3 if dtype == mx.float16 else 1e-2) * np.linalg.norm(want)
+        for a, b in zip(window.arrays(), twin._history.window.arrays(), strict=True):  # type: ignore[union-attr]
+            assert mx.array_equal(a, b)
+    assert written > 20
+    assert_same(cache.decode(), twin.decode(), "tokens")
+
+
+def test_a_copy_taken_before_attention_keeps_its_tokens() -> None:
+    cache = filled()
+    cache.update_and_fetch(random(4, 1, 2, 1, 64), random(5, 1, 2, 1, 64))
+    keys, _ = cache.update_and_fetch(random(6, 1, 2, 1, 64), random(7, 1, 2, 1, 64))
+    other = copy.deepcopy(cache)
+    keys.vq_reading.attend(random(3, 1, 4, 1, 64), scale=0.125)
+    other.trim(1)
+    other.update_and_fetch(random(6, 1, 2, 1, 64), random(7, 1, 2, 1, 64))
+    assert_same(cache.decode(), other.decode(), "tokens")
+
+
+def test_what_nobody_attends_to_is_told_and_saved() -> None:
+    """The report, bytes and the state know the tokens of a step before any attention has read them."""
+    cache = filled()
+    cache.update_and_fetch(random(4, 1, 2, 1, 64), random(5, 1, 2, 1, 64))
+    before = cache.nbytes
+    cache.update_and_fetch(random(6, 1, 2, 1, 64), random(7, 1, 2, 1, 64))
+    assert cache.nbytes - before == 2 * 2 * 64 * 2 and cache.report().tokens == cache.offset == 302
+    assert_same(PackedKVCache.from_state(cache.state).decode(), cache.decode(), "tokens")

@@ -60,6 +60,7 @@ from vq_core.codec.bits import WORD, pack_bits, unpack_bits
 from vq_core.codec.projection import HIGH, LOW, MOST, fold_sum, split
 from vq_core.codec.rotation import gaussian_matrix, orthogonal_sketch
 from vq_core.kernels import KernelOffer, Snippet
+from vq_core.kernels.device_form import DeviceForm
 
 PAGE, GROUP = 128, 32
 SMALLEST = 2.0**-80
@@ -316,6 +317,7 @@ def vq_prepare(ctx: PrepareContext, settings: QjlSettings) -> Qjl:
 @hookimpl
 def vq_layout(state: Qjl) -> Layout:
     """Signs and a norm a token; with outliers both twice, and the channels of each group of 32 tokens."""
+    from vq_qjl.kernels.device import declines
 
     def signs(name: str, width: int) -> Field:
         size = WORD if width % WORD == 0 else 8
@@ -323,7 +325,8 @@ def vq_layout(state: Qjl) -> Layout:
 
     fields = (signs("signs", state.sketch.width), Field("weight", state.metadata, (PAGE, 1)))
     if state.apart is None:
-        return Layout(1, fields, PAGE)
+        # Where tensor cores take blocks of 32 tokens, neither order packs earlier than the other.
+        return Layout(1 if declines(state) else GROUP, fields, PAGE)
     apart = (signs("outlier_signs", state.apart.width), Field("outlier_weight", state.metadata, (PAGE, 1)))
     return Layout(GROUP, (*fields, *apart, Field("channels", "uint8", (PAGE // GROUP, state.outliers))), PAGE)
 
@@ -381,3 +384,11 @@ def vq_snippet(state: Qjl) -> Snippet | str:
     from vq_qjl.kernels.snippets import snippet
 
     return snippet(state)
+
+
+@hookimpl
+def vq_device() -> Sequence[DeviceForm]:
+    """Signs as tensor cores take them: :mod:`vq_qjl.kernels.form`."""
+    from vq_qjl.kernels.form import FORMS
+
+    return FORMS

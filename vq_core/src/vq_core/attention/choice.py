@@ -61,7 +61,7 @@ _proven: dict[Any, str] = {}
 def fit(view: CacheView) -> Fit:
     """What serves the few queries of a decode step on a reading."""
     return fit_of(
-        view.keys.bound, view.values.bound, view.keys.exact.dtype, field_dtypes(view.keys), field_dtypes(view.values)
+        view.keys.bound, view.values.bound, view.keys.dtype, field_dtypes(view.keys), field_dtypes(view.values)
     )
 
 
@@ -233,7 +233,7 @@ def _try(view: CacheView, found: Fit, dtype: mx.Dtype, tier: str, rows: int, fal
     from vq_core.attention.packed import attend
 
     small = _small(view)
-    D = small.keys.exact.shape[3]
+    D = small.keys.dim
     q = _random(7, (1, small.heads, LONG, D) if tier == "long" else (1, small.heads * (rows or 3), 1, D), dtype)
     try:
         got = attend(small, q, scale=D**-0.5, tier="kernel" if tier == "long" else tier, trying=True)
@@ -241,7 +241,7 @@ def _try(view: CacheView, found: Fit, dtype: mx.Dtype, tier: str, rows: int, fal
         mx.eval(got, want)
         a, b = np.array(got.astype(mx.float32)), np.array(want.astype(mx.float32))
         error = float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(b)), 1e-30)
-        limit = 2e-2 if mx.bfloat16 in (dtype, small.keys.exact.dtype) else PROBE_TOLERANCE
+        limit = 2e-2 if mx.bfloat16 in (dtype, small.keys.dtype) else PROBE_TOLERANCE
         reason = "" if error <= limit else f"differs from dense attention by {error:.2e}; at most {limit:.0e} is right"
     except VQError as error_:
         reason = str(error_)
@@ -267,9 +267,9 @@ def _small(view: CacheView) -> CacheView:
     tokens = math.lcm(keys.bound.layout.page, values.bound.layout.page)
     sides = []
     for seed, side in enumerate((keys, values)):
-        H, D = side.exact.shape[1], side.exact.shape[3]
-        x = _random(seed, (1, H, tokens, D), side.exact.dtype)
-        exact = _random(seed + 3, (1, H, 5, D), side.exact.dtype)
+        H, D = view.heads, side.dim
+        x = _random(seed, (1, H, tokens, D), side.dtype)
+        exact = _random(seed + 3, (1, H, 5, D), side.dtype)
         sides.append(SideView(side.bound, _pages(side, x), exact, None))
     return CacheView(sides[0], sides[1], (0,), (tokens,), (5,))
 

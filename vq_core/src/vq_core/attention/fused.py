@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from vq_core.attention.choice import name_of
 from vq_core.attention.masks import LOWEST, Mask
-from vq_core.attention.view import CacheView, SideView
+from vq_core.attention.view import CacheView, Parts, SideView
 from vq_core.kernels import backends
 from vq_core.kernels.kernel import Kernel, Prepared, number_array
 from vq_core.kernels.rules import TINY
@@ -44,6 +44,8 @@ class Step:
         facts: What the kernels know of each row.
         masked: Whether the pass takes a mask.
         fields: For each side what the pass reads of it: a field's name, or a constant.
+        joins: Whether the pass can join new tokens to the window.
+        fresh: How many it joins.
         queries: Into what the pass takes; ``None``: as they are.
         prepare: The snippet's.
         finish: The snippet's.
@@ -56,6 +58,8 @@ class Step:
     facts: mx.array
     masked: bool
     fields: tuple[list[str | mx.array], list[str | mx.array]]
+    joins: bool = False
+    fresh: int = 0
     queries: mx.Dtype | None = None
     prepare: Callable[[mx.array], mx.array] | None = None
     finish: Callable[[mx.array], mx.array] | None = None
@@ -63,8 +67,9 @@ class Step:
     back: mx.array | None = None
 
     def __call__(
-        self, view: CacheView, queries: mx.array, sinks: mx.array | None, mask: mx.array | None = None
-    ) -> mx.array:
+        self, view: CacheView, queries: mx.array, sinks: mx.array | None, mask: mx.array | None = None,
+        stored: Sequence[mx.array] | None = None,
+    ) -> mx.array:  # fmt: skip
         """(B, H_q, L, D_v) in the queries' dtype.
 
         Args:
@@ -72,37 +77,77 @@ class Step:
             queries: (B, H_q, L, D).
             sinks: The model's logits, (H_q,).
             mask: To be added, (B or 1, H_q or 1, L or 1, T) float32.
+            stored: What :meth:`stored` has given for these pages.
         """
-        found = self.run(self.inputs(view, queries, mask))
+        found = self.run.at_once(self.inputs(view, queries, mask, stored))
+        if self.fresh:
+            assert view.keys.window is not None
+            view.keys.window.settle(found[2], found[3])
+        return self._merged(found, queries, sinks)
+
+    def joining(self, window: Any, parts: Parts, queries: mx.array, stored: Sequence[mx.array]) -> mx.array:
+        """The same where new tokens join the window, which becomes the joined one: with its parts at hand."""
+        old_k, new_k, old_v, new_v = parts
+        first_k = old_k if window.sink_keys is None else window.sink_keys
+        first_v = old_v if window.sink_values is None else window.sink_values
+        given = self._asked(queries)
+        given += (self.facts, old_k, old_v, first_k, first_v)
+        given += stored
+        given += (new_k, new_v)
+        found = self.run.at_once(given)
+        window.settle(found[2], found[3])
+        return self._merged(found, queries, None)
+
+    def _merged(self, found: Sequence[mx.array], queries: mx.array, sinks: mx.array | None) -> mx.array:
         logits = NO_LOGITS if sinks is None else sinks if sinks.dtype == mx.float32 else sinks.astype(mx.float32)
-        outs = self.merge((*found, logits) if self.back is None else (*found, logits, self.back))
+        signs = [] if self.back is None else [self.back]
+        outs = self.merge.at_once([found[0], found[1], logits, *signs])
         if self.finish is None:
             return outs[0]
         return (outs[0] + self.finish(outs[1])).astype(queries.dtype)
 
     def grown(self, view: CacheView) -> Step:
         """The step of a reading with other exact tokens, in as many splits."""
-        numbers = tuple((self.run.launch.call.numbers | {"length": view.length}).values())  # type: ignore[operator]
-        run = attrs.evolve(self.run, numbers=[number_array(numbers)])
-        return attrs.evolve(self, run=run, facts=facts_of(view))
+        launch, numbers = self.run.launch, self.run.launch.call.numbers
+        if self.fresh:
+            window = [(*shape[:2], view.exact[0], shape[3]) for shape in launch.shapes[2:]]
+            launch = attrs.evolve(launch, shapes=[*launch.shapes[:2], *window])
+        array = number_array(tuple((numbers | {"length": view.length}).values()))  # type: ignore[operator]
+        return attrs.evolve(self, run=attrs.evolve(self.run, numbers=[array], launch=launch), facts=facts_of(view))
 
-    def inputs(self, view: CacheView, queries: mx.array, mask: mx.array | None) -> list[mx.array]:
+    def inputs(
+        self, view: CacheView, queries: mx.array, mask: mx.array | None, stored: Sequence[mx.array] | None = None
+    ) -> list[mx.array]:
         """Of the pass."""
         keys, values = view.keys, view.values
-        (exact_k, first_k), (exact_v, first_v) = exact_arrays(keys), exact_arrays(values)
-        given = [queries if self.queries is None else queries.astype(self.queries)]
-        if self.turn is not None:
-            given += self.turn[0]((queries, self.turn[1]))
-        elif self.prepare is not None:
-            given.append(self.prepare(queries.astype(mx.float32)))
+        parts = keys.window.parts() if self.fresh and keys.window is not None else None
+        exact_k, new_k, exact_v, new_v = (None,) * 4 if parts is None else parts
+        exact_k, exact_v = _window(keys, exact_k), _window(values, exact_v)
+        given = self._asked(queries)
         given.append(self.facts)
         if self.masked:
             given.append(NOTHING if mask is None else mask)
-        rows, regular = view.rows, is_regular(view)
-        given += (exact_k, exact_v, first_k, first_v, table_of(keys, rows, regular), table_of(values, rows, regular))
-        for side, names in zip((keys, values), self.fields, strict=True):
-            stored = side.pages.stored
-            given += [stored(name) if isinstance(name, str) else name for name in names]
+        given += (exact_k, exact_v, _first(keys, exact_k), _first(values, exact_v))
+        given += self.stored(view) if stored is None else stored
+        if self.joins:
+            given += (exact_k if new_k is None else new_k, exact_v if new_v is None else new_v)
+        return given
+
+    def _asked(self, queries: mx.array) -> list[mx.array]:
+        """Queries as the pass takes them, in each basis that it needs."""
+        given = [queries if self.queries is None else queries.astype(self.queries)]
+        if self.turn is not None:
+            given += self.turn[0].at_once([queries, self.turn[1]])
+        elif self.prepare is not None:
+            given.append(self.prepare(queries.astype(mx.float32)))
+        return given
+
+    def stored(self, view: CacheView) -> list[mx.array]:
+        """What the pass reads of the packed pages; the same until they change."""
+        regular = is_regular(view)
+        given = [table_of(side, view.rows, regular) for side in (view.keys, view.values)]
+        for side, names in zip((view.keys, view.values), self.fields, strict=True):
+            given += [side.pages.stored(name) if isinstance(name, str) else name for name in names]
         return given
 
 
@@ -120,8 +165,8 @@ def kernel_step(
     numbers |= {"exact_splits": exact, "masked": int(mask.array is not None), "M": rows}
     step = Step(
         None, None, facts_of(view), True, (_read(kernels.keys), _read(kernels.values)),  # type: ignore[arg-type]
-        None if queries.dtype in (view.keys.exact.dtype, mx.float32) else mx.float32,
-        kernels.keys.snippet.prepare, kernels.values.snippet.finish,
+        queries=None if queries.dtype in (view.keys.dtype, mx.float32) else mx.float32,
+        prepare=kernels.keys.snippet.prepare, finish=kernels.values.snippet.finish,
     )  # fmt: skip
     given = None if mask.array is None else additive(mask.array, view.heads)
     own = {"width": kernels.values.width} if kernels.merge is MERGE_APART else {"T": name_of(queries.dtype)}
@@ -139,9 +184,10 @@ def matrix_step(
     numbers = _shared_out(max(view.packed), kernels, exact_split(view, MATRIX_UNIT), kernels.slots // groups)
     step = Step(
         None, None, facts_of(view), False, (list(kernels.fields[0]), list(kernels.fields[1])),  # type: ignore[arg-type]
-        prepare=kernels.prepare, finish=kernels.finish,
+        joins=True, fresh=fresh_of(view), prepare=kernels.prepare, finish=kernels.finish,
     )  # fmt: skip
-    own = {"width": view.values.exact.shape[3]} if kernels.merge is MERGE_APART else {"T": name_of(queries.dtype)}
+    numbers["fresh"] = step.fresh
+    own = {"width": view.values.dim} if kernels.merge is MERGE_APART else {"T": name_of(queries.dtype)}
     _turned(step, kernels.signs, queries, backend)
     return _ready(step, kernels.run, kernels.merge, view, queries, scale, mask, None, sinks, backend, numbers, own)
 
@@ -190,8 +236,8 @@ def _ready(
         "regular": int(is_regular(view)),
     }  # fmt: skip
     step.run = run.prepared(runner, step.inputs(view, queries, given), numbers)
-    blank = [mx.zeros(shape) for shape in step.run.launch.shapes]
-    own |= {"D": view.values.exact.shape[3], "query_length": L, "with_logits": int(sinks is not None)}
+    blank = [mx.zeros(shape) for shape in step.run.launch.shapes[:2]]
+    own |= {"D": view.values.dim, "query_length": L, "with_logits": int(sinks is not None)}
     own |= {"exact_splits": numbers["exact_splits"]}
     logits = NO_LOGITS if sinks is None else mx.zeros(sinks.shape)
     signs = [] if step.back is None else [step.back]
@@ -202,6 +248,12 @@ def _ready(
 def _read(side: Side) -> list[str | mx.array]:
     constants = side.snippet.constants
     return [constants.get(p.name, p.name) for p in side.pointers]
+
+
+def fresh_of(view: CacheView) -> int:
+    """Tokens that have not joined the window and that a pass can join to it: those of rows of one length."""
+    parts = None if view.keys.window is None or not view.even else view.keys.window.parts()
+    return 0 if parts is None else int(parts[1].shape[2])
 
 
 def exact_split(view: CacheView, unit: int) -> int:
@@ -248,12 +300,18 @@ def _eight(a: mx.array, axis: int, left: bool = False) -> mx.array:
 
 
 def exact_arrays(side: SideView) -> tuple[mx.array, mx.array]:
-    """Window and first tokens as kernels take them: each row's at the right of the one, at the left of the other.
+    """Window and first tokens as kernels take them: each row's at the right of the one, at the left of the other."""
+    exact = _window(side, None)
+    return exact, _first(side, exact)
 
-    Without first tokens the window stands for them: no row has any there.
-    """
-    exact = _eight(side.exact, 2, left=True)
-    return exact, exact if side.sinks is None else _eight(side.sinks, 2)
+
+def _window(side: SideView, exact: mx.array | None) -> mx.array:
+    return _eight(side.exact if exact is None else exact, 2, left=True)
+
+
+def _first(side: SideView, exact: mx.array) -> mx.array:
+    """Without first tokens the window stands for them: no row has any there."""
+    return exact if side.sinks is None else _eight(side.sinks, 2)
 
 
 def field_arrays(side: SideView, known: Side) -> list[mx.array]:

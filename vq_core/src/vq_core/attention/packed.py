@@ -17,9 +17,11 @@ import mlx.core as mx
 
 from vq_core.attention import view as views
 from vq_core.attention.choice import Fit, field_dtypes, fit, not_served, proven
-from vq_core.attention.fused import Step, additive, exact_splits, kernel_step, matrix_step, rows_at_once
+from vq_core.attention.fused import Step, additive, fresh_of, kernel_step, matrix_step, rows_at_once
 from vq_core.attention.masks import Mask, apply, read_mask
-from vq_core.attention.prefill import attend_scratch, why_tiles
+from vq_core.attention.prefill import attend_scratch, begin, why_tiles
+from vq_core.attention.ready import Ready, keep
+from vq_core.attention.ready import kind as known
 from vq_core.attention.sides import compute_dtype
 from vq_core.attention.step import attend_step
 from vq_core.attention.tiled import attend_tiled
@@ -69,10 +71,24 @@ def attend(
         SettingsError: a tier of another name.
         PluginError: a kernel fails its probe.
     """
-    key = None if trying else _key(view, queries, scale, mask, sinks, tier)
-    step = None if key is None else _steps.get(key) or _grown(view, queries, key)
-    if step is not None:
-        return step(view, queries, sinks)
+    fresh = fresh_of(view)
+    steady = None if trying else view.steady
+    ready: Ready | None = None if steady is None else steady.ready
+    if ready is not None and ready.like(queries, scale, mask, sinks, tier, fresh, view.length):
+        step = ready.kind.step(view)
+        if step is not None:
+            return step(view, queries, sinks, None, ready.stored)
+    key = None if trying else _key(view, queries, scale, mask, sinks, tier, fresh)
+    kind = None if key is None else known(key)
+    if kind is not None and queries.shape[2] <= view.length:  # of more a causal mask is refused
+        step = kind.step(view)
+        if step is not None:
+            if steady is not None and sinks is None:
+                steady.ready = Ready(
+                    kind, tier, scale, mask, queries.shape, queries.dtype, fresh,  # type: ignore[arg-type]
+                    step.stored(view), (0,) * view.rows,
+                )  # fmt: skip
+            return step(view, queries, sinks)
     _check(view, queries, sinks, tier)
     scale = _number(scale)
     B, heads, L, D = queries.shape
@@ -81,13 +97,14 @@ def attend(
         q = queries.astype(view.keys.exact.dtype)
         stock = mask if checked.array is None else checked.array.flatten(1, 2)
         out = stock_attention(q, view.keys.exact, view.values.exact, scale=scale, mask=stock, sinks=sinks)
+        if L > STEP_QUERIES and view.keys.bound.backend not in (None, "simulator"):
+            begin(out)
         return out.astype(queries.dtype)
     if tier in ("auto", "matrix", "kernel") and max(view.packed):
         done = _by_kernels(view, queries, scale, checked, sinks, tier, fallback, trying)
         if isinstance(done, Step):
             if key is not None:
-                _keep(key, done)
-                _keep((key[0], exact_splits(view)), done)
+                keep(key, view, done)
             given = None if checked.array is None else additive(checked.array, view.heads)
             return done(view, queries, sinks, given)
         if done is not None:
@@ -105,15 +122,13 @@ def attend(
 
 HIGHEST_SCALE = 1e38
 TIERS = ("auto", "matrix", "kernel", "mlx", "reference")
-MOST_STEPS = 1024
-_steps: dict[Any, Step] = {}
-"""Steps by all that they depend on: the layers of a model share one, and a step made ready needs no check."""
 
 
 def _key(
-    view: CacheView, queries: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None, tier: str
-) -> tuple[Any, ...] | None:
-    """What a ready step depends on, what grows with each token last.
+    view: CacheView, queries: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None, tier: str,
+    fresh: int,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """What a ready step depends on, but for the exact tokens.
 
     ``None`` where that cannot be told, and for what :func:`_check` refuses.
     """
@@ -122,30 +137,15 @@ def _key(
         return None
     if not isinstance(queries, mx.array) or not (sinks is None or isinstance(sinks, mx.array)):
         return None
+    if queries.ndim != 4 or queries.shape[2] > STEP_QUERIES:
+        return None
     told = None if sinks is None else (sinks.shape, sinks.dtype)
-    lasting = (
-        keys.bound, values.bound, tier, mask, scale, told, queries.shape, queries.dtype, view.packed, view.sinks,
+    return (
+        keys.bound, values.bound, tier, fresh, mask, scale, told, queries.shape, queries.dtype, view.packed, view.sinks,
         keys.pages.table is None, values.pages.table is None,
         *(field_dtypes(keys) if keys.bound.layout.widens else ()),
         *(field_dtypes(values) if values.bound.layout.widens else ()),
     )  # fmt: skip
-    return lasting, view.exact, view.hidden, view.length
-
-
-def _grown(view: CacheView, queries: mx.array, key: tuple[Any, ...]) -> Step | None:
-    """A step like one made ready before but for the exact tokens: its launches are the same."""
-    before = _steps.get((key[0], exact_splits(view)))
-    if before is None or queries.shape[2] > view.length:  # of which a causal mask is refused
-        return None
-    step = before.grown(view)
-    _keep(key, step)
-    return step
-
-
-def _keep(key: tuple[Any, ...], step: Step) -> None:
-    if len(_steps) >= MOST_STEPS:
-        _steps.clear()
-    _steps[key] = step
 
 
 def _by_kernels(
@@ -186,14 +186,14 @@ def _why_no_matrix(view: CacheView, found: Fit, queries: mx.array, scale: float,
         return "masks that are arrays are not for tensor cores"
     if not 0 < scale_bits(scale) < INFINITE_BITS:
         return f"a scale of {scale}: on tensor cores it must be above 0"
-    if queries.dtype != view.keys.exact.dtype:
-        return f"queries of {queries.dtype} over exact tokens of {view.keys.exact.dtype}"
+    if queries.dtype != view.keys.dtype:
+        return f"queries of {queries.dtype} over exact tokens of {view.keys.dtype}"
     return ""
 
 
 def _as_stock(view: CacheView, mask: Mask, sinks: mx.array | None) -> bool:
     """Whether nothing is packed, and MLX's own attention takes the mask's and the sinks' dtype."""
-    dtype = view.keys.exact.dtype
+    dtype = view.keys.dtype
     if not view.plain or view.packed[0] or view.sinks[0] or (sinks is not None and sinks.dtype != dtype):
         return False
     return mask.array is None or mask.array.dtype in (mx.bool_, dtype)

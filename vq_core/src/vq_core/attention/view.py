@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import attrs
 import mlx.core as mx
 
@@ -11,6 +13,22 @@ from vq_core.plugins.binding import BoundSide
 TILE_TOKENS = 1024
 
 
+class Joining(Protocol):
+    """A window whose newest tokens may not have joined it yet."""
+
+    def exact(self, side: str) -> mx.array:
+        """All tokens of a side, joined now if they were not."""
+
+    def parts(self) -> Parts | None:
+        """Old and new keys, old and new values, (B, H, ..., D); ``None`` where all are joined."""
+
+    def settle(self, keys: mx.array, values: mx.array) -> None:
+        """What attention has made of the parts while it read them."""
+
+
+Parts = tuple[mx.array, mx.array, mx.array, mx.array]
+
+
 @attrs.define(eq=False)
 class SideView:
     """One side: its method, its packed pages and its exact tokens; not to be changed.
@@ -18,14 +36,39 @@ class SideView:
     Attributes:
         bound: The method.
         pages: Packed pages.
-        exact: Exact tokens, (B, H, W, D), each row's at the right.
         sinks: First tokens, (B, H, s, D), ``None`` where there are none.
+        window: Where the exact tokens come from if they are asked for; ``None``: they are given.
     """
 
     bound: BoundSide
     pages: Pages
-    exact: mx.array
+    _exact: mx.array | None
     sinks: mx.array | None
+    window: Joining | None = None
+
+    @property
+    def exact(self) -> mx.array:
+        """Exact tokens, (B, H, W, D), each row's at the right."""
+        if self._exact is None:
+            assert self.window is not None
+            self._exact = self.window.exact(self.bound.ctx.side)
+        return self._exact
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the exact tokens."""
+        dtype: mx.Dtype = (self._some()).dtype
+        return dtype
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return int(self._some().shape[3])
+
+    def _some(self) -> mx.array:
+        """Exact tokens, perhaps not all."""
+        parts = None if self.window is None or self._exact is not None else self.window.parts()
+        return self.exact if parts is None else parts[0 if self.bound.ctx.side == "keys" else 2]
 
 
 @attrs.define(eq=False, init=False)
@@ -42,6 +85,8 @@ class CacheView:
         length: T, columns: tokens of the longest row.
         even: Whether all rows hold the same numbers of tokens.
         plain: Whether they do and nothing is hidden, so that columns need no look-up.
+        steady: What readings of one cache share until tokens are packed, see
+            :class:`~vq_core.attention.ready.Steadiness`; ``None``: nothing.
     """
 
     keys: SideView
@@ -54,23 +99,24 @@ class CacheView:
     length: int = attrs.field(init=False)
     even: bool = attrs.field(init=False)
     plain: bool = attrs.field(init=False)
+    steady: Any = None
 
     # Written out: one is made for each layer and step.
     def __init__(
         self, keys: SideView, values: SideView, sinks: tuple[int, ...], packed: tuple[int, ...],
         exact: tuple[int, ...], dropped: tuple[int, ...] = (), hidden: tuple[int, ...] = (),
-        length: int | None = None, even: bool | None = None,
+        length: int | None = None, even: bool | None = None, steady: Any = None,
     ):  # fmt: skip
         """``length`` and ``even``: where the caller knows them."""
         self.keys, self.values = keys, values
         self.sinks, self.packed, self.exact = sinks, packed, exact
         none = (0,) * len(packed)
         self.dropped, self.hidden = dropped or none, hidden or none
-        if even is None:
+        if even is None:  # then the exact tokens are given
             rows = set(zip(sinks, packed, exact, self.dropped, self.hidden, strict=True))
             even = len(rows) == 1 and exact[0] == keys.exact.shape[2]
         self.length = max(self.lengths) if length is None else length
-        self.even, self.plain = even, even and not (hidden and any(hidden))
+        self.even, self.plain, self.steady = even, even and not (hidden and any(hidden)), steady
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -86,7 +132,7 @@ class CacheView:
     @property
     def heads(self) -> int:
         """KV heads."""
-        return int(self.keys.exact.shape[1])
+        return self.keys.bound.ctx.kv_heads
 
 
 def latent(view: CacheView) -> CacheView:
@@ -97,7 +143,7 @@ def latent(view: CacheView) -> CacheView:
     held = view.keys.bound.held
     held = held and attrs.evolve(held, matrix=None)
     bound = attrs.evolve(view.keys.bound, attend=None, snippet=None, held=held)
-    return attrs.evolve(view, values=attrs.evolve(view.keys, bound=bound))
+    return attrs.evolve(view, values=attrs.evolve(view.keys, bound=bound), steady=None)
 
 
 @attrs.frozen(eq=False)

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from vq_core.api.settings import parse_choice
 from vq_core.bench import gpu_time
 from vq_core.bench.attention_arms import Arm, Dense, Item, Packed, Quantized, Shape, build_pool, relative_error
 from vq_core.bench.busy import Machine, look
@@ -21,8 +22,9 @@ from vq_core.bench.filling import CHUNK
 from vq_core.bench.gpu_time import KernelTimes
 from vq_core.bench.inputs import noise
 from vq_core.cache.policy import ATTENTION, LayerPolicy
-from vq_core.calibration.stand_in import completed
+from vq_core.calibration.stand_in import SAID, completed
 from vq_core.errors import SettingsError, VQError
+from vq_core.evaluate.arms import paired
 from vq_core.hosts.mlx_lm import rivals
 
 METHODS = ("kivi:bits=2", "kivi:bits=4")
@@ -39,7 +41,8 @@ class Wanted:
     """What to measure.
 
     Attributes:
-        methods: Texts such as ``"kivi:bits=2"``, for keys and values both.
+        methods: Texts such as ``"kivi:bits=2"``, for keys and values both; one that holds one side only goes with
+            ``PARTNER`` on the other.
         tokens: S, the lengths of the cache, window included.
         batch, heads, kv_heads, head_dim: B, query heads, KV heads, D.
         dtype: Of queries, keys and values.
@@ -93,10 +96,11 @@ class Wanted:
         every = [t for t in ATTENTION if t != "auto"]
         tiers = {t: True for t in self.tiers if t != EVERY_TIER}
         tiers |= {t: False for t in every if EVERY_TIER in self.tiers and t not in tiers}
-        made = {text: completed(text, [(self.kv_heads, self.head_dim)]) for text in self.methods}
+        shape = [(self.kv_heads, self.head_dim)]
+        made = {name: [completed(text, shape) for text in both] for name, both in map(paired, self.methods)}
         return [
-            (text, LayerPolicy.make(method=whole, attention=tier, residual=self.residual), named)
-            for text, whole in made.items()
+            (name, LayerPolicy.make(keys=keys, values=values, attention=tier, residual=self.residual), named)
+            for name, (keys, values) in made.items()
             for tier, named in tiers.items()
         ]
 
@@ -138,13 +142,13 @@ def _arms(wanted: Wanted, shape: Shape, left_out: list[dict[str, Any]]) -> list[
     ours: list[Arm] = []
     bits: dict[int, None] = {}
     for text, policy, named in wanted.policies():
-        arm = Packed(shape, policy, text)
+        arm = Packed(shape, policy, text, SAID if _learnt_here(text, policy) else "")
         reason = _tried(arm, shape, wanted, named)
         if reason:
             left_out.append({"tokens": shape.tokens, "arm": arm.name, "reason": reason})
             continue
         ours.append(arm)
-        width = getattr(policy.keys.settings, "bits", None)
+        width = _whole(getattr(policy.keys.settings, "bits", None))
         refused = rivals.quantized_refuses(width, shape.head_dim)
         if refused:
             entry = {"tokens": shape.tokens, "arm": f"mlx-lm quantized, as {text}", "reason": refused}
@@ -152,6 +156,16 @@ def _arms(wanted: Wanted, shape: Shape, left_out: list[dict[str, Any]]) -> list[
         elif width is not None:
             bits[width] = None
     return [Dense(shape), *ours, *(Quantized(shape, width) for width in bits)]
+
+
+def _whole(bits: Any) -> int | None:
+    """A width that mlx-lm's quantized cache may have; ``None`` for what is no whole number of bits."""
+    return int(bits) if isinstance(bits, (int, float)) and bits == int(bits) else None
+
+
+def _learnt_here(text: str, policy: LayerPolicy) -> bool:
+    """Whether a method's file is none that the text names."""
+    return bool(getattr(policy.keys.settings, "artifact", "")) and "artifact" not in dict(parse_choice(text).options)
 
 
 def _tried(arm: Packed, shape: Shape, wanted: Wanted, named: bool) -> str:

@@ -19,7 +19,7 @@ from vq_core.cache.report import LayerReport, describe
 from vq_core.cache.rows import joined
 from vq_core.cache.shapes import DTYPES, check_pair, shape_of
 from vq_core.cache.sides import bind_sides
-from vq_core.cache.tagged import ReadCount, Strictness, tag
+from vq_core.cache.tagged import Coming, ReadCount, Strictness, tag
 from vq_core.cache.trimming import check_cut, methods_trim
 from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
 
@@ -149,13 +149,13 @@ class PackedKVCache:
         Raises:
             UnsupportedShapeError: shapes or dtypes that do not fit each other or the cache; nothing has changed.
         """
-        # All on a history apart and one assignment: what fails or is interrupted has not happened.
-        made = None if self._history is None else self._history.step(keys, values)
+        # All on a window or a history apart and one assignment: what fails or is interrupted has not happened.
+        history, policy = self._history, self.policy
+        made: tuple[History, CacheView | Coming] | None = None if history is None else history.step(keys, values)
         if made is None:
             draft = self._draft(keys, values)
             made = draft, draft.update(keys, values)
         known = self._strict_lengths is None or keys.shape[2] in self._strict_lengths
-        policy = self.policy
         tags = tag(made[1], policy.attention, self.reads, known and self._strict, policy.fallback)
         self._history = made[0]
         self.reads.updates += 1

@@ -8,19 +8,56 @@ import mlx.core as mx
 
 
 def owned(x: mx.array, begin: int, end: int) -> mx.array:
-    """Tokens ``begin`` to ``end`` of (B, H, S, D) in memory of their own.
+    """Tokens ``begin`` to ``end`` of (B, H, S, D) in memory of their own."""
+    if begin == end:  # nothing to copy: no launch of nothing
+        return mx.contiguous(mx.take(x, mx.arange(begin, end, dtype=mx.int32), axis=2))
+    # MLX copies unless the slice is in order and its memory little larger than it.
+    return mx.contiguous(x if (begin, end) == (0, x.shape[2]) else x[:, :, begin:end])
 
-    A slice, even through ``mx.contiguous`` when B = H = 1, keeps the whole of ``x`` alive.
+
+class Joined:
+    """Tokens that are held with new ones at their right, of which only what is asked for is put together.
+
+    Attributes:
+        width: Tokens.
     """
-    # The gather gives new memory, with the tokens' axis outermost; products would copy that at every step.
-    return mx.contiguous(mx.take(x, mx.arange(begin, end, dtype=mx.int32), axis=2))
+
+    def __init__(self, held: mx.array | None, new: mx.array):
+        self._held, self._new = held, new
+        self._before = 0 if held is None else held.shape[2]
+        self.width: int = self._before + new.shape[2]
+
+    def cut(self, begin: int, end: int) -> mx.array:
+        """Tokens ``begin`` to ``end``, (B, H, end - begin, D); what was given, where that is all of it."""
+        before = self._before
+        if self._held is None or begin >= before:
+            begin, end = begin - before, end - before
+            return self._new if (begin, end) == (0, self._new.shape[2]) else self._new[:, :, begin:end]
+        held = self._held if begin == 0 and end >= before else self._held[:, :, begin:end]
+        if end <= before:
+            return held
+        new = self._new if end == self.width else self._new[:, :, : end - before]
+        return mx.concatenate([held, new], axis=2)
+
+    def owned(self, begin: int, end: int) -> mx.array:
+        """The same in memory of its own."""
+        before = self._before
+        if self._held is None or begin >= before:
+            return owned(self._new, begin - before, end - before)
+        return owned(self._held, begin, end) if end <= before else self.cut(begin, end)
+
+    def whole(self) -> mx.array:
+        """All tokens, in memory of their own."""
+        return self.owned(0, self.width)
 
 
 class Window:
     """Exact tokens, each row's aligned at the right.
 
+    The tokens of the last step are held apart until somebody reads them: attention that reads all tokens anyway can
+    write the joined window by the way, which saves a decode step four small copies.
+
     Attributes:
-        keys, values: (B, H, W, D), ``None`` before the first update.
         counts: Tokens of each row.
         approximate: How many of them, the oldest that are no sink tokens, came back from codes by a trim.
         sink_keys, sink_values: (B, H, s, D) first tokens, ``None`` while no row has passed its first block.
@@ -29,14 +66,60 @@ class Window:
     """
 
     def __init__(self, rows: int):
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self._keys: mx.array | None = None
+        self._values: mx.array | None = None
+        self._new: tuple[mx.array, mx.array] | None = None
+        """Keys and values that have not joined the others."""
         self.counts = [0] * rows
         self.approximate = [0] * rows
         self.sink_keys: mx.array | None = None
         self.sink_values: mx.array | None = None
         self.sinks = [0] * rows
         self.anchored = False
+
+    @property
+    def keys(self) -> mx.array | None:
+        """(B, H, W, D), ``None`` before the first update."""
+        self._join()
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: mx.array | None) -> None:
+        self._join()
+        self._keys = keys
+
+    @property
+    def values(self) -> mx.array | None:
+        """(B, H, W, D), ``None`` before the first update."""
+        self._join()
+        return self._values
+
+    @values.setter
+    def values(self, values: mx.array | None) -> None:
+        self._join()
+        self._values = values
+
+    def _join(self) -> None:
+        if self._new is not None:
+            assert self._keys is not None and self._values is not None
+            keys, values = self._new
+            self.settle(mx.concatenate([self._keys, keys], 2), mx.concatenate([self._values, values], 2))
+
+    def exact(self, side: str) -> mx.array:
+        """All tokens of a side."""
+        found = self.keys if side == "keys" else self.values
+        assert found is not None
+        return found
+
+    def parts(self) -> tuple[mx.array, mx.array, mx.array, mx.array] | None:
+        """Old and new keys, old and new values; ``None`` where all have joined."""
+        if self._new is None or self._keys is None or self._values is None:
+            return None
+        return self._keys, self._new[0], self._values, self._new[1]
+
+    def settle(self, keys: mx.array, values: mx.array) -> None:
+        """The same tokens, joined."""
+        self._keys, self._values, self._new = keys, values, None
 
     def depend(self, on: mx.array) -> None:
         """Let the held keys, and what is joined to them, be evaluated only together with an array."""
@@ -51,7 +134,8 @@ class Window:
     @property
     def width(self) -> int:
         """W."""
-        return 0 if self.keys is None else self.keys.shape[2]
+        new = 0 if self._new is None else self._new[0].shape[2]
+        return new if self._keys is None else self._keys.shape[2] + new
 
     def spare_bytes(self) -> int:
         """Bytes at the left of rows that are shorter than the longest."""
@@ -65,21 +149,20 @@ class Window:
                     spare += a.nbytes - a.nbytes // (a.shape[0] * a.shape[2]) * sum(counts)
         return spare
 
-    def joined(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The window with new tokens (B, H, L, D) at its right; always memory of its own."""
-        if self.keys is None or self.values is None or not self.width:
-            n = keys.shape[2]
-            fresh = owned(keys, 0, n), owned(values, 0, n)
-            # An empty window has nothing that the joined tokens would take its dependencies from.
-            return (mx.depends(fresh[0], self.keys), fresh[1]) if self.anchored and self.keys is not None else fresh
-        return mx.concatenate([self.keys, keys], axis=2), mx.concatenate([self.values, values], axis=2)
+    def joined(self, keys: mx.array, values: mx.array) -> tuple[Joined, Joined]:
+        """The window with new tokens (B, H, L, D) at its right."""
+        held = (self.keys, self.values) if self.width else (None, None)
+        if self.anchored and self.keys is not None:
+            # A part without the held tokens has nothing else that it would take their dependencies from.
+            keys = mx.depends(keys, self.keys)
+        return Joined(held[0], keys), Joined(held[1], values)
 
     def grown(self, keys: mx.array, values: mx.array, length: int) -> Window:
         """A window, not empty, with L new tokens at its right; this one stays as it is."""
-        assert self.keys is not None and self.values is not None
+        self._join()
         new = Window.__new__(Window)
         new.__dict__.update(self.__dict__)
-        new.keys, new.values = mx.concatenate([self.keys, keys], 2), mx.concatenate([self.values, values], 2)
+        new._new = keys, values
         new.counts = [n + length for n in self.counts]
         return new
 

@@ -165,6 +165,19 @@ def pairs(
     return list(once.values()), left_out
 
 
+def paired(text: str, partner: str = PARTNER) -> tuple[str, tuple[str, str]]:
+    """A method for both sides, or with ``partner`` on the side that it does not hold: a name, keys and values.
+
+    Raises:
+        SettingsError, PluginError: as :func:`candidates`.
+    """
+    sides = candidates((text,))[0][0].sides
+    if set(sides) == set(SIDES):
+        return text, (text, text)
+    keys, values = (text, partner) if sides[0] == "keys" else (partner, text)
+    return f"{keys} + {values}", (keys, values)
+
+
 def _single(one: Candidate, partner: str) -> Pair:
     if set(one.sides) == set(SIDES):
         return Pair(one.text, one.text, one.name, one.asked)

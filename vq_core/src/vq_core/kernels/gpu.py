@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any
 
 import mlx.core as mx
 
+from vq_core.kernels.included import included
 from vq_core.kernels.kernel import Kernel, Launch
 from vq_core.kernels.rules import DTYPES, Backend, stripped
 
@@ -31,19 +32,23 @@ class Gpu:
 
     def run(self, kernel: Kernel, inputs: Sequence[mx.array], launch: Launch) -> tuple[mx.array, ...]:
         """Put the call into MLX's graph."""
-        if not launch.prepared:
-            launch.prepared.update(arguments(kernel, launch))
-            self.variants.add((kernel.name, str(launch.prepared["template"])))
-        outputs: list[mx.array] = self.made(kernel)(inputs=list(inputs), **launch.prepared)
-        return tuple(outputs)
+        call = launch.prepared.get(self.backend)
+        if call is None:
+            given = arguments(kernel, launch)
+            self.variants.add((kernel.name, str(given["template"])))
+            call = launch.prepared[self.backend] = partial(self.made(kernel), **given)
+        return tuple(call(inputs=inputs))
 
     def made(self, kernel: Kernel) -> Any:
         """MLX's object for a kernel."""
         made = self._made.get(kernel)
         if made is None:
             with self._lock:
-                make = mx.fast.metal_kernel if self.backend == "metal" else mx.fast.cuda_kernel
-                made = self._made.setdefault(kernel, make(**declaration(kernel, self.backend)))
+                given = declaration(kernel, self.backend)
+                if self.backend == "metal":
+                    made = self._made.setdefault(kernel, mx.fast.metal_kernel(**given))
+                else:
+                    made = self._made.setdefault(kernel, mx.fast.cuda_kernel(**included(given)))
         return made
 
 

@@ -195,7 +195,8 @@ class Kernel:
                 f"kernel {self.name} runs on {listed(self.backends)}, not on {runner.backend}; on any machine give "
                 f"backend='simulator'"
             )
-        key = (*((x.shape, x.dtype) if isinstance(x, mx.array) else x for x in inputs), *parameters.items())
+        key: Any = [(x.shape, x.dtype) if isinstance(x, mx.array) else x for x in inputs]
+        key = (*key, *parameters.items())
         try:
             launch = self._launches.get(key)
         except TypeError:  # something that cannot be looked up is something that is refused
@@ -337,9 +338,12 @@ class Prepared:
         if self.launch.empty:
             named = zip(self.launch.shapes, self.launch.dtypes, strict=True)
             return tuple(mx.zeros(s, DTYPES[d]) for s, d in named)
-        arrays = [x if x.ndim else x.reshape(1) for x in inputs]
-        arrays += self.numbers
-        found: tuple[mx.array, ...] = self.runner.run(self.kernel, arrays, self.launch)
+        return self.at_once([x if x.ndim else x.reshape(1) for x in inputs])
+
+    def at_once(self, inputs: list[mx.array]) -> tuple[mx.array, ...]:
+        """Run it, where no input is a single number and some output has an element; the list is used up."""
+        inputs += self.numbers
+        found: tuple[mx.array, ...] = self.runner.run(self.kernel, inputs, self.launch)
         return found
 
 

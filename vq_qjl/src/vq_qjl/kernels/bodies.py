@@ -106,24 +106,42 @@ STORE = """
   }
 """
 
-ENCODE = (
-    f"""
-// x (B, H, n, D), columns (D, m) -> signs (B, H, n, m bits), weight (B, H, n, 1).
+DEVICE_STORE = """
+// A threadgroup has 8 tokens' 128 signs of one chunk: a lane makes a word of one token, of every fourth pair.
+if (lane < 8u) taken[lane * 4u + member] = kept;
+threadgroup_barrier(mem_flags::mem_threadgroup);
+if (member == 0u) {
+  uint word = 0u;
+  VQ_UNROLL
+  for (uint j = 0u; j < 16u; ++j) {
+    const uint two = taken[lane / 4u * 4u + j / 4u] >> (8u * (j & 3u) + 2u * (lane & 3u));
+    word |= (two & 1u) << j | (two >> 1 & 1u) << (16u + j);
+  }
+  signs[(first / 32u * (m / 128u) + threadgroup_position_in_grid.y) * 128u + lane * 4u + (first / 8u & 3u)] = word;
+}
+"""
+
+
+def _encode(outputs: str, shared: str, place: str, store: str) -> str:
+    """Text that encodes keys without outliers, and puts the norm of ``row`` at ``place``."""
+    return (
+        f"""
+// x (B, H, n, D), columns (D, m) -> {outputs}.
 // A threadgroup takes {TOKENS} tokens and four words of their signs: a SIMD group a word, a lane a sign.
 VQ_SHARED(float, parts, {TOKENS * 64});
 VQ_SHARED(float, norms, {TOKENS});
-const uint rows = uint(x_shape[0]) * uint(x_shape[1]) * uint(x_shape[2]), D = x_shape[3], m = columns_shape[1];
+{shared}const uint rows = uint(x_shape[0]) * uint(x_shape[1]) * uint(x_shape[2]), D = x_shape[3], m = columns_shape[1];
 const uint thread = thread_index_in_threadgroup, lane = thread & 31u, member = thread / 32u, words = (m + 31u) / 32u;
 const uint first = threadgroup_position_in_grid.x * {TOKENS}u;
 const uint word = threadgroup_position_in_grid.y * 4u + member, own = min(word * 32u + lane, m - 1u);
 for (uint k = member; k < {TOKENS}u; k += 4u) {{
   const uint row = min(first + k, rows - 1u);  // surplus tokens repeat the last one and write nothing
 """
-    + _square("square", "D", MOST, "float(x[row * D + i])")
-    + f"""
+        + _square("square", "D", MOST, "float(x[row * D + i])")
+        + f"""
   if (lane == 0u) {{
     norms[k] = {_divisor("square")};
-    if (threadgroup_position_in_grid.y == 0u && first + k < rows) weight[row] = M({_weight("square", "D")});
+    if (threadgroup_position_in_grid.y == 0u && first + k < rows) weight[{place}] = M({_weight("square", "D")});
   }}
 }}
 VQ_LOCAL(float, high, {TOKENS});
@@ -134,17 +152,38 @@ for (uint t = 0u; t < {TOKENS}u; ++t) {{
   low[t] = 0.0f;
 }}
 """
-    + _project(
-        TOKENS, "D", "float(x[min(first + token, rows - 1u) * D + i])", "norms", "columns", "m", "word < words", "own"
+        + _project(
+            TOKENS,
+            "D",
+            "float(x[min(first + token, rows - 1u) * D + i])",
+            "norms",
+            "columns",
+            "m",
+            "word < words",
+            "own",
+        )
+        + _ballots(TOKENS)
+        + f"""
+{store}"""
     )
-    + _ballots(TOKENS)
-    + f"""
-if (lane < {TOKENS}u && first + lane < rows && word < words) {{
+
+
+ENCODE = _encode(
+    "signs (B, H, n, m bits), weight (B, H, n, 1)",
+    "",
+    "row",
+    f"""if (lane < {TOKENS}u && first + lane < rows && word < words) {{
   const uint row = first + lane;
 {STORE}
 }}
-"""
+""",
 )
+ENCODE_DEVICE = _encode(
+    "signs (B, H, n / 32, m words), weight (B, H, n / 32, 32)",
+    "VQ_SHARED(uint, taken, 32);\n",
+    "row / 32u * 32u + (row & 7u) * 4u + (row / 8u & 3u)",
+    DEVICE_STORE,
+).replace("= M(", "= half(")
 
 ENCODE_OUTLIERS = (
     f"""

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-QUANTIZE = """
-// x (B, H, n, D), codebook (S, C, sub), halves (S, C) -> codes (B, H, words): one stream of bits for each head.
-// A thread finds the nearest centroid of one sub-vector, a threadgroup those of 128 in a row, whose codes are 4 * bits
-// whole words. All heads' codes are one stream, since those of a head fill whole words.
-VQ_SHARED(uint, found, 128);
-const uint D = x_shape[3], M = D / uint(sub), books = halves_shape[0], C = 1u << bits;
-const uint total = uint(x_shape[0]) * uint(x_shape[1]) * uint(x_shape[2]) * M;
-const uint thread = thread_index_in_threadgroup, first = threadgroup_position_in_grid.x * 128u;
-const uint own = min(first + thread, total - 1u);  // spare threads repeat the last one's work
-const uint book = books == 1u ? 0u : own % M;
+from vq_core.kernels.standard.hadamard import ROTATE
+
+HEADER = ROTATE
+"""Of the kernel that turns keys."""
+
+_NEAREST = """
 VQ_LOCAL(float, v, sub);
 bool finite = true;
 VQ_UNROLL
 for (int j = 0; j < sub; ++j) {
-  const float w = float(x[own * uint(sub) + uint(j)]);
+  const float w = SOURCE;
   finite = finite && fabs(w) < INFINITY;  // false for NaN too
   v[j] = min(max(w, -1e30f), 1e30f);
 }
@@ -32,18 +28,70 @@ for (uint c = 0u; c < C; ++c) {
     code = c;
   }
 }
+""".strip()
+
+QUANTIZE = f"""
+// x (B, H, n, D), codebook (S, C, sub), halves (S, C) -> codes (B, H, words): one stream of bits for each head.
+// A thread finds the nearest centroid of one sub-vector, a threadgroup those of 128 in a row, whose codes are 4 * bits
+// whole words. All heads' codes are one stream, since those of a head fill whole words.
+VQ_SHARED(uint, found, 128);
+const uint D = x_shape[3], M = D / uint(sub), books = halves_shape[0], C = 1u << bits;
+const uint total = uint(x_shape[0]) * uint(x_shape[1]) * uint(x_shape[2]) * M;
+const uint thread = thread_index_in_threadgroup, first = threadgroup_position_in_grid.x * 128u;
+const uint own = min(first + thread, total - 1u);  // spare threads repeat the last one's work
+const uint book = books == 1u ? 0u : own % M;
+{_NEAREST.replace("SOURCE", "float(x[own * uint(sub) + uint(j)])")}
 found[thread] = first + thread < total && finite ? code : 0u;
 threadgroup_barrier(mem_flags::mem_threadgroup);
 const uint words = total * bits / 32u, place = threadgroup_position_in_grid.x * 4u * bits + thread;
-if (thread < 4u * bits && place < words) {
+if (thread < 4u * bits && place < words) {{
   uint word = 0u;
   const uint begin = thread * 32u;
-  for (uint i = begin / bits; i < 128u && i * bits < begin + 32u; ++i) {
+  for (uint i = begin / bits; i < 128u && i * bits < begin + 32u; ++i) {{
     const uint bit = i * bits;
     word |= bit >= begin ? found[i] << (bit - begin) : found[i] >> (begin - bit);
-  }
+  }}
   codes[place] = word;
-}
+}}
+"""
+
+QUANTIZE_KEYS = f"""
+// x (B, H, n, D), inverse (H, D), mean (B, H, D), codebook (S, C, sub), halves (S, C) -> codes (B, H, words).
+// A threadgroup takes so many whole tokens that their codes are whole words, and about 128. A SIMD group turns a token
+// in threadgroup memory: times 1 / lambda, Hadamard, less the mean where there is one. Then a thread finds the nearest
+// centroid of a sub-vector, as above.
+VQ_SHARED(float, all, 1024);
+VQ_SHARED(uint, found, 256);
+const uint D = x_shape[3], M = D / uint(sub), books = halves_shape[0], C = 1u << bits;
+const uint heads = x_shape[1], n = x_shape[2], rows = uint(x_shape[0]) * heads * n;
+const uint block = 32u >> min(uint(ctz(M * bits)), 5u), tokens = block * max(1u, 128u / (block * M));
+const uint thread = thread_index_in_threadgroup, lane = thread_index_in_simdgroup;
+const uint first = threadgroup_position_in_grid.x * tokens;
+for (uint t = simdgroup_index_in_threadgroup; t < tokens; t += 4u) {{
+  const uint row = min(first + t, rows - 1u), pair = row / n;  // spare ones repeat the last token's work
+  for (uint i = lane; i < D; i += 32u) all[t * D + i] = vq_mul(float(x[row * D + i]), inverse[pair % heads * D + i]);
+  hadamard(all + t * D, D, lane, false);
+  if (centred != 0u) {{
+    for (uint i = lane; i < D; i += 32u) all[t * D + i] = vq_sub(all[t * D + i], mean[pair * D + i]);
+  }}
+}}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (uint own = thread; own < tokens * M; own += 128u) {{
+const uint book = books == 1u ? 0u : own % M;
+{_NEAREST.replace("SOURCE", "all[own * uint(sub) + uint(j)]")}
+found[own] = first * M + own < rows * M && finite ? code : 0u;
+}}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+const uint words = rows * M * bits / 32u, mine = tokens * M * bits / 32u;
+for (uint k = thread; k < mine; k += 128u) {{
+  const uint begin = k * 32u, place = threadgroup_position_in_grid.x * mine + k;
+  uint word = 0u;
+  for (uint i = begin / bits; i < tokens * M && i * bits < begin + 32u; ++i) {{
+    const uint bit = i * bits;
+    word |= bit >= begin ? found[i] << (bit - begin) : found[i] >> (begin - bit);
+  }}
+  if (place < words) codes[place] = word;
+}}
 """
 
 DEQUANTIZE = """

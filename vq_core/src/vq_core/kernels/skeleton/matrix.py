@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 import mlx.core as mx
@@ -28,6 +28,8 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 NUMBERS = ("scale_bits", "causal", "splits", "exact_splits", "folded", "regular")
 FACTS = 8
 """Numbers that ``rows`` holds of a row: packed tokens, first tokens, window tokens, left padding, hidden tokens."""
+MOST_WIDTH = 256
+"""Numbers of a key in the stored basis: a lane holds an eighth of them in registers."""
 MOST_ELEMENTS = 2**32
 INFINITE_BITS = 0x7F800000
 
@@ -74,8 +76,12 @@ class MatrixSnippet:
     Tile ``acc[n]`` holds channels 16 n + g and 16 n + g + 8; ``extra[0]`` is a tile of the snippet's own, whose row 8
     must become the sums of the weights (a row of ones in A).  ``matrix_finish`` makes ``acc`` the sums.
 
-    A method that stores its tokens in another basis, of as many numbers, says how to get there and back, as a
-    :class:`~vq_core.kernels.skeleton.snippet.Snippet` does; exact tokens stay in the model's.
+    A method that stores its tokens in another basis says how to get there and back, as a
+    :class:`~vq_core.kernels.skeleton.snippet.Snippet` does; exact tokens stay in the model's.  That of keys may have
+    ``width`` numbers, such as those of a sketch: ``query`` then has width / 8 pairs.
+
+    A side with ``constants`` finds them, one behind the other, in threadgroup memory: each of its functions but
+    ``matrix_fold`` then takes ``VQ_SHARED_PTR(uint) kept`` before all else.
 
     Attributes:
         side: ``"keys"`` or ``"values"``.
@@ -85,7 +91,9 @@ class MatrixSnippet:
         text: In the dialect, for CUDA and the simulator.
         scale: Of keys, see above.
         page: Tokens of a page.
-        prepare: Keys: queries (B, H_q, L, D), float32, into the stored basis, (B, H_q, L, D) float32. ``None``: as
+        width: Of keys: numbers of one in the stored basis, a multiple of 16; 0: the head size.
+        constants: Arrays of uint32, multiples of 4 words, whose sizes the name tells; they may differ by layer.
+        prepare: Keys: queries (B, H_q, L, D), float32, into the stored basis, (B, H_q, L, width) float32. ``None``: as
             they are, and the kernel takes no more of them than the model gives.
         finish: Values: sums of packed tokens (B, H_q, L, D_v), float32, out of the stored basis. ``None``: as they are.
         signs: As those of a :class:`~vq_core.kernels.skeleton.snippet.Snippet`.
@@ -98,6 +106,8 @@ class MatrixSnippet:
     text: str
     scale: float = 1.0
     page: int = 128
+    width: int = 0
+    constants: Mapping[str, mx.array] = attrs.field(factory=dict)
     prepare: Callable[[mx.array], mx.array] | None = None
     finish: Callable[[mx.array], mx.array] | None = None
     signs: mx.array | None = None
@@ -116,6 +126,12 @@ class MatrixSnippet:
             wrong = f"pages of {self.page} tokens must hold pairs of blocks, and fields multiples of 4 words"
         elif not (1e-30 < self.scale < 1e30):
             wrong = f"scale {self.scale} is out of range"
+        elif self.width % 16 or not 0 <= self.width <= MOST_WIDTH:
+            wrong = f"width {self.width}: accepted are multiples of 16 up to {MOST_WIDTH}"
+        elif self.width not in (0, self.head_dim) and self.prepare is None:
+            wrong = f"queries of {self.head_dim} numbers need a prepare for keys of {self.width}"
+        elif any(a.dtype != mx.uint32 or a.size % 4 or not a.size for a in self.constants.values()):
+            wrong = "its constants must be arrays of uint32, multiples of 4 words"
         else:
             wrong = wrong_signs(self.signs, self.prepare is not None or self.finish is not None)
             if not wrong and self.signs is not None and self.signs.shape[1] != self.head_dim:
@@ -127,6 +143,17 @@ class MatrixSnippet:
     def prefix(self) -> str:
         """``k`` or ``v``."""
         return "k" if self.side == "keys" else "v"
+
+    @property
+    def stored(self) -> int:
+        """Numbers of a token in the stored basis."""
+        return self.width or self.head_dim
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """What a kernel takes of the side, and the dtypes: fields, then constants."""
+        held = {field.name: field.dtype for field in self.fields} | dict.fromkeys(self.constants, "uint32")
+        return {f"{self.prefix}_{name}": dtype for name, dtype in held.items()}
 
 
 @attrs.frozen
@@ -211,14 +238,17 @@ def matrix_text(
                 words = f"{name}_AT + filled * {name}_WORDS + i"
                 clear.append(f"for (uint i = lane; i < (UNIT - filled) * {name}_WORDS; i += 32u) mine[{words}] = 0u;")
             at += size
-    bytes_ = max(laid.warps * laid.stages * at * 4, laid.warps * 8 * (V + 4) * 4)
+    room = max(laid.warps * laid.stages * at, laid.warps * 8 * (V + 4))
+    sizes = {s.prefix: {name: a.size for name, a in s.constants.items()} for s in (keys, values)}
+    kept, room = text.kept(sizes, room, laid.warps * BLOCK)
     constants = {
         "PAIRS": f"{D // 8}", "TILES": f"{V // 16}", "D": f"{D}u", "V": f"{V}u", "UNIT": f"{laid.unit}",
+        "STORED_PAIRS": f"{keys.stored // 8}", "STORED": f"{keys.stored}u",
         "WARPS": f"{laid.warps}u", "STAGES": f"{laid.stages}u", "STEP_SIZE": f"{at // 4}u",
         "STEP": f"{laid.unit * BLOCK}u", "KEY_SCALE": f"{keys.scale:.9e}f", "HEADROOM": f"{text.HEADROOM}f",
         "FIRST_FIELD_shape": f"k_{keys.fields[0].name}_shape", "LOAD": "\n      ".join(loads),
         "CLEAR": "\n    ".join(clear), "CHANNEL": "16u * i + g", "NEXT": "8u",
-    }  # fmt: skip
+    } | kept  # fmt: skip
     asked = text.PLAIN if keys.prepare is None else text.PREPARED
     constants |= {word: part.replace("PAIRS", constants["PAIRS"]) for word, part in asked.items()}
 
@@ -233,7 +263,7 @@ def matrix_text(
         }  # fmt: skip
     return MatrixText(
         header, filled(text.SHARED), filled(text.COMMON), filled(text.ACCUMULATORS), filled(text.PACKED),
-        filled(matrix_exact.text(dtype, V)) if dtype else "", filled(text.MIX), bytes_, laid.warps * BLOCK,
+        filled(matrix_exact.text(dtype, V)) if dtype else "", filled(text.MIX), 4 * room, laid.warps * BLOCK,
         laid.unit * BLOCK,
     )  # fmt: skip
 
@@ -265,12 +295,13 @@ def matrix_pass(
         laid: Another plan than the best.
     """
     parts = matrix_text(keys, values, laid)
-    fields = [(f"{s.prefix}_{field.name}", field.dtype) for s in (keys, values) for field in s.fields]
+    fields = {**keys.inputs, **values.inputs}
+    first = next(iter(fields))
 
     def shape(*last: int) -> Callable[[Call], tuple[int, ...]]:
         def of(call: Call) -> tuple[int, ...]:
             B, Hq, L, _ = call.shapes["q"]
-            H = call.shapes[fields[0][0]][1]
+            H = call.shapes[first][1]
             return (B, H, call.numbers["splits"], Hq // H * L, *last)
 
         return of
@@ -286,7 +317,7 @@ def matrix_pass(
             (parts.shared, parts.common, "const uint split = turn;", parts.accumulators, parts.packed, parts.mix)
         ),
         header=parts.header,
-        inputs={"q": "Q", **prepared(keys), "rows": "int32", **dict(fields), "k_table": "int32", "v_table": "int32"},
+        inputs={"q": "Q", **prepared(keys), "rows": "int32", **fields, "k_table": "int32", "v_table": "int32"},
         outputs={"sums": Output("float32", shape(values.head_dim)), "tops": Output("float32", shape(2))},
         parameters={"Q": ("float16", "bfloat16")},
         numbers=NUMBERS,
@@ -332,8 +363,9 @@ def wrong(call: Call, keys: MatrixSnippet, values: MatrixSnippet) -> str:
         return f"q {q} must be (B, H_q, L, {keys.head_dim})"
     if q[2] > MOST_QUERIES:
         return f"{q[2]} queries a row: at most {MOST_QUERIES} are accepted"
-    if keys.prepare is not None and call.shapes["prepared"] != q:
-        return f"prepared {call.shapes['prepared']} must be {q}, as q"
+    wanted = (*q[:3], keys.stored)
+    if keys.prepare is not None and call.shapes["prepared"] != wanted:
+        return f"prepared {call.shapes['prepared']} must be {wanted}, of the queries in q"
     if rows != (q[0], FACTS):
         return f"rows {rows} must be {(q[0], FACTS)}"
     if not 0 < numbers["scale_bits"] < INFINITE_BITS:
@@ -344,12 +376,15 @@ def wrong(call: Call, keys: MatrixSnippet, values: MatrixSnippet) -> str:
         for field in snippet.fields:
             size = 4 * field.words // (2 if field.dtype in ("float16", "bfloat16", "uint16") else 4)
             shape = call.shapes[f"{k}_{field.name}"]
-            wanted = (pages or shape[0], heads or shape[1], snippet.page // BLOCK, size)
-            if shape != wanted:
-                return f"{k}_{field.name} {shape} must be {wanted}"
+            must = (pages or shape[0], heads or shape[1], snippet.page // BLOCK, size)
+            if shape != must:
+                return f"{k}_{field.name} {shape} must be {must}"
             pages, heads = shape[0], shape[1]
             if math.prod(shape) >= MOST_ELEMENTS:
                 return f"{k}_{field.name} {shape} has {MOST_ELEMENTS} elements or more"
+        for name, array in snippet.constants.items():
+            if call.shapes[f"{k}_{name}"] != array.shape:
+                return f"{k}_{name} {call.shapes[f'{k}_{name}']} must be {array.shape}"
         table = call.shapes[f"{k}_table"]
         if len(table) != 2 or (table[0] != q[0] and not numbers["regular"]):
             return f"{k}_table {table} must be ({q[0]}, depth)"

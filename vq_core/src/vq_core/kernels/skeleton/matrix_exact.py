@@ -2,6 +2,7 @@
 
 A warp takes 16 tokens at once. Channels of a product may come in any order that both factors share, so a lane reads
 eight neighbours at a time: of keys, those of its token; of values, those of four tokens, which become pairs of tokens.
+Where a step brings tokens that have not joined the window yet, the same registers are written as the next window.
 Weights of bfloat16 values are two bfloat16 numbers each: one alone has eight bits.
 """
 
@@ -41,23 +42,30 @@ const float scale = as_type<float>(scale_bits);
 const uint row0 = min(m0 + 2u * t, M - 1u), row1 = min(m0 + 2u * t + 1u, M - 1u);
 const int last0 = int(length) - (causal != 0u ? int(L - row0 % L) : 0);
 const int last1 = int(length) - (causal != 0u ? int(L - row1 % L) : 0);
-const uint width = exact_k_shape[2], near = (uint(recent) + 15u) / 16u, units = near + (uint(first) + 15u) / 16u;
+// The newest `fresh` tokens of the window are new_k and new_v; with them the window is written anew, by those who read.
+const uint kept = exact_k_shape[2], width = kept + fresh, near = (uint(recent) + 15u) / 16u;
+const uint units = near + (uint(first) + 15u) / 16u;
 for (uint n = turn * WARPS + warp; n < units; n += exact_splits * WARPS) {
   const bool old = n >= near;
   const uint unit = old ? n - near : n, count = min(16u, uint(old ? first : recent) - unit * 16u);
   const uint place = unit * 16u + (old ? 0u : width - uint(recent));
-  const uint above = (b * H + h) * (old ? uint(sink_k_shape[2]) : width) + place;
+  const uint above = (b * H + h) * (old ? uint(sink_k_shape[2]) : kept) + place;
+  const uint edge = old ? 16u : kept - min(kept, place), to = (b * H + h) * width + place;
+  const uint late = old ? 0u : (b * H + h) * fresh + place - min(kept, place);
+  const bool grows = fresh != 0u && !old && m0 == 0u;
   const int column = old ? pad - hidden + int(place) : int(length) - int(width) + int(place);
   VQ_GLOBAL(KIND) from_k = (old ? sink_k : exact_k) + above * D;
   VQ_GLOBAL(KIND) from_v = (old ? sink_v : exact_v) + above * V;
-  const bool wide = vq_aligned<uint4>(from_k) && vq_aligned<uint4>(from_v);
+  const bool wide = vq_aligned<uint4>(from_k) && vq_aligned<uint4>(from_v) && vq_aligned<uint4>(new_k) &&
+                    vq_aligned<uint4>(new_v);
   // All loads are under way before the first is used: each waits as long as a step of packed tokens takes.
   VQ_LOCAL(uint, k, PAIRS * 2);
   VQ_LOCAL(uint, r, TILES * 4);
   VQ_UNROLL
   for (uint x = 0u; x < PAIRS / 2; ++x) {
-    const uint token = min(g + 8u * (x & 1u), count - 1u);
-    const uint4 four = matrix_eight(from_k + token * D + 8u * t + x / 2u * 32u, wide);
+    const uint token = min(g + 8u * (x & 1u), count - 1u), c = 8u * t + x / 2u * 32u;
+    const uint4 four = matrix_eight((token < edge ? from_k + token * D : new_k + (late + token - edge) * D) + c, wide);
+    if (grows && g + 8u * (x & 1u) < count) vq_view<uint4>(grown_k)[((to + token) * D + c) / 8u] = four;
     k[4u * x] = four.x;
     k[4u * x + 1u] = four.y;
     k[4u * x + 2u] = four.z;
@@ -65,8 +73,9 @@ for (uint n = turn * WARPS + warp; n < units; n += exact_splits * WARPS) {
   }
   VQ_UNROLL
   for (uint y = 0u; y < TILES / RUN * 4u; ++y) {
-    const uint s = y & 3u, token = min(2u * t + (s & 1u) + 8u * (s >> 1), count - 1u);
-    VQ_GLOBAL(KIND) from = from_v + token * V + FOUR * 8u * (y / 4u) + FOUR * g;
+    const uint s = y & 3u, wanted = 2u * t + (s & 1u) + 8u * (s >> 1), token = min(wanted, count - 1u);
+    const uint c = FOUR * 8u * (y / 4u) + FOUR * g;
+    VQ_GLOBAL(KIND) from = (token < edge ? from_v + token * V : new_v + (late + token - edge) * V) + c;
     READ
   }
   float4 y = vq_float4(0.0f, 0.0f, 0.0f, 0.0f), z = y;
@@ -127,8 +136,12 @@ EIGHT = """
     r[4u * y + 1u] = four.y;
     r[4u * y + 2u] = four.z;
     r[4u * y + 3u] = four.w;
+    if (grows && wanted < count) vq_view<uint4>(grown_v)[((to + token) * V + c) / 8u] = four;
 """
-PAIR = "r[y] = vq_view<uint>(from)[0];"
+PAIR = """
+    r[y] = vq_view<uint>(from)[0];
+    if (grows && wanted < count) vq_view<uint>(grown_v)[((to + token) * V + c) / 2u] = r[y];
+"""
 
 
 def header(dtype: str) -> str:

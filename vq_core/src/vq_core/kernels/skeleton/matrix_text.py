@@ -77,15 +77,16 @@ for (uint i = 0u; i + 1u < STAGES; ++i) {
   next += WARPS;
   fill = fill + 1u == STAGES ? 0u : fill + 1u;
 }
-VQ_LOCAL(uint, query, PAIRS);
+KEEP
+VQ_LOCAL(uint, query, STORED_PAIRS);
 float back = 1.0f;
 {OWN
   // The lane's part of query row g: channels 8 p + 2 t and the next, as halves below 1 with the power of two apart.
   const uint m = m0 + min(g, held - 1u), group = m / L;
-  const uint first = (((b * Hq + h * (Hq / H) + group) * L + (m - group * L)) * D + 2u * t) / 2u;
+  const uint first = (((b * Hq + h * (Hq / H) + group) * L + (m - group * L)) * STORED + 2u * t) / 2u;
   float highest = 0.0f;
   VQ_UNROLL
-  for (uint p = 0u; p < PAIRS; ++p) {
+  for (uint p = 0u; p < STORED_PAIRS; ++p) {
     READ
     highest = max(highest, max(fabs(both.x), fabs(both.y)));
   }
@@ -96,7 +97,7 @@ float back = 1.0f;
   const float down = as_type<float>((253u - power) << 23);
   back = as_type<float>((power + 1u) << 23);
   VQ_UNROLL
-  for (uint p = 0u; p < PAIRS; ++p) {
+  for (uint p = 0u; p < STORED_PAIRS; ++p) {
     const float2 both = AGAIN;
     const float by = down * matrix_fold(p);
     query[p] = vq_half_pair(both.x * by, both.y * by);
@@ -130,7 +131,7 @@ for (uint step = low + warp; step < high; step += WARPS) {
   }
   VQ_LOCAL(float4, c, 2 * UNIT);
   VQ_LOCAL(uint, p, 4 * UNIT);
-  matrix_scores(mine, lane, query, c);
+  matrix_scores(KEYS_STEP, lane, query, c);
   float most0 = -INFINITY, most1 = -INFINITY;
   const int token = int(step * STEP);
   if (token < hidden || token + int(STEP) > least) {
@@ -172,11 +173,11 @@ for (uint step = low + warp; step < high; step += WARPS) {
     p[2u * i] = vq_transpose_8x8(vq_half_pair(w0, w1));
     p[2u * i + 1u] = vq_transpose_8x8(vq_half_pair(w2, w3));
   }
-  matrix_values(mine, lane, p, acc, extra);
+  matrix_values(VALUES_STEP, lane, p, acc, extra);
   simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 vq_copy_wait<0>();
-matrix_finish(lane, acc, extra);
+matrix_finish(VALUES_LANE, acc, extra);
 """
 
 PLAIN = {
@@ -237,3 +238,32 @@ for (uint e = thread_index_in_threadgroup; e < held * V; e += WARPS * 32u) {
   }
 }
 """
+
+
+def kept(constants: dict[str, dict[str, int]], at: int, threads: int) -> tuple[dict[str, str], int]:
+    """The names that put constants into threadgroup memory and hand them on.
+
+    Args:
+        constants: Of each side, by its letter, their sizes in words.
+        at: The first free word.
+        threads: Of a threadgroup.
+
+    Returns:
+        The names, and the words of all threadgroup memory.
+    """
+    words = {"KEYS_STEP": "mine", "VALUES_STEP": "mine", "VALUES_LANE": "lane"}
+    lines = []
+    for side, sizes in constants.items():
+        if sizes and side == "k":
+            words["KEYS_STEP"] = f"ring + {at}u, mine"
+        elif sizes:
+            words |= {"VALUES_STEP": f"ring + {at}u, mine", "VALUES_LANE": f"ring + {at}u, lane"}
+        for name, size in sizes.items():
+            lines += [
+                f"for (uint i = thread_index_in_threadgroup; i < {size // 4}u; i += {threads}u)",
+                f"  vq_view<uint4>(ring)[{at // 4}u + i] = vq_view<uint4>({side}_{name})[i];",
+            ]
+            at += size
+    if lines:
+        lines.append("threadgroup_barrier(mem_flags::mem_threadgroup);")
+    return words | {"KEEP": "\n".join(lines)}, at
