@@ -21,7 +21,7 @@ from vq_core.kernels.skeleton.matrix import matrix_pass, merged, scale_bits
 from vq_core.kernels.verify import build_ahead, same_bits, verify
 from vq_core.plugins.binding import BoundSide, bind
 from vq_turboquant import mse
-from vq_turboquant.kernels import mse_device, mse_matrix
+from vq_turboquant.kernels import mse_device, mse_matrix, tile_matrix, tile_order
 from vq_turboquant.kernels.mse_order import ORDER
 
 BOUND = 2e-3
@@ -77,7 +77,7 @@ def test_a_code_lies_where_the_text_says(side: Side, bits: int) -> None:
         codes = np.zeros((1, 1, 32, 128), np.uint32)
         codes[0, 0, token, channel] = code
         scale = mx.array((np.arange(32) == token).astype(np.float16)[None, None, :, None])
-        held = mse_device.ordered(side, bits, mse.pack_bits(mx.array(codes), bits), scale)
+        words, scales = tile_order.ordered(side, bits, mx.array(codes), scale)
         i, a, rest = token // 16, token // 8 % 2, token % 8
         c, inner = divmod(channel, chunk)
         if side == "keys":
@@ -93,8 +93,8 @@ def test_a_code_lies_where_the_text_says(side: Side, bits: int) -> None:
             n, above = 2 * j + b, code >= 8
             size = 15 - code if above else code
             wanted[c, g, t, i, a] = size << 4 * n | above << 3 + 4 * (2 * n + 1 if n < 4 else 2 * n - 8)
-        assert places in (8, 4) and np.array_equal(np.array(held["codes"]).reshape(wanted.shape), wanted)
-        assert np.array(held["scale"]).reshape(32)[place] == 1
+        assert places in (8, 4) and np.array_equal(np.array(words).reshape(wanted.shape), wanted)
+        assert np.array(scales).reshape(32)[place] == 1
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ ORDER_BREAKS = [
     ("16u * i + 8u * a", "16u * a + 8u * i"), ("j / (places / 2u)", "j % 2u"), ("8u * k - 29u", "8u * k - 25u"),
     ("half_chunk ? inner / 2u : inner / 4u", "inner / 4u"), ("(above != 0u ? ~code : code)", "code"),
     ("4u * ((j & 1u) + 2u * b)", "4u * (2u * (j & 1u) + b)"), ("(r & 1u)", "0u"), ("r < 32u", "r < 31u"),
-    ("bit / 32u]", "bit / 64u]"),
+    ("uint(bits) / 32u]", "uint(bits) / 64u]"),
 ]  # fmt: skip
 
 
@@ -149,10 +149,10 @@ def test_a_broken_ordering_is_seen(side: Side) -> None:
 
 @pytest.mark.parametrize(("bits", "most"), [(2, 1e-5), (4, 2.0**-11)])
 def test_centroids_as_halves_are_the_codebook_s(bits: int, most: float) -> None:
-    found = mse_matrix.codebook(bits)
-    want = [2 * v for v in gaussian_centroids(bits)[2 ** (bits - 1) :]]
+    found = tile_matrix.codebook(mse_matrix.lower_levels(bits))
+    want = [2 * v for v in gaussian_centroids(bits)[: 2 ** (bits - 1)]]
     assert all(abs(a / b - 1) <= most for a, b in zip(found.levels(), want, strict=True))
-    assert bits == 4 or len({size & 255 for size in found.sizes}) == 1
+    assert bits == 4 or len({half & 255 for half in found.halves}) == 1
 
 
 # ---- the pass

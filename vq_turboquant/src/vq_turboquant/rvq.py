@@ -58,11 +58,15 @@ from vq_core.codec.codebook import (
 from vq_core.codec.hadamard import SignHadamard, normaliser
 from vq_core.codec.projection import DenseRotation
 from vq_core.kernels import KernelOffer, Snippet
+from vq_core.kernels.device_form import DeviceForm
+from vq_core.kernels.skeleton.matrix import HEAD_DIMS as TILED
 from vq_turboquant.parts import rotation_for
 from vq_turboquant.scale import filled, root, unit_vectors
 
 HEAD_DIMS = (*range(1, 513), 640, 768, 896, 1024)
 """All that a dense matrix serves, and above them those with a Hadamard matrix."""
+BLOCK = 32
+"""Tokens that are packed at once where tensor cores serve."""
 BITS = ("1+1", "2+2", "3+3", "4+4")
 ERRORS = {"laplace": (0.1338, 0.0260, 0.00270, 0.00034), "fitted": (0.1306, 0.0197, 0.00194, 0.00018)}
 
@@ -105,6 +109,8 @@ class State:
         edges: Boundaries of the two tables.
         levels: Their centroids, (2**b,) float32 each.
         arrays, undoing: The same as kernels take it, for packing and for unpacking.
+        side: ``"keys"`` or ``"values"``.
+        stage2: Which table.
         tile_tokens: Centroids are made for so many tokens at once.
     """
 
@@ -117,6 +123,8 @@ class State:
     levels: tuple[mx.array, mx.array]
     arrays: tuple[mx.array, ...] = ()
     undoing: tuple[mx.array, ...] = ()
+    side: Side = "keys"
+    stage2: str = "laplace"
     tile_tokens: int = 1024
 
     @property
@@ -189,6 +197,8 @@ def vq_prepare(ctx: PrepareContext, settings: Settings) -> State:
         mx.pad(rotation.matrix, [(0, filled(dim, bits) - dim), (0, 0)]),
         (boundaries(first), boundaries(second)),
         (mx.array(first), mx.array(second)),
+        side=ctx.side,
+        stage2=settings.stage2,
     )
     from vq_turboquant.kernels.rvq import arrays
 
@@ -200,13 +210,26 @@ def vq_layout(state: State) -> Layout:
     """Two streams of codes, and scales, of 128 tokens."""
     words = state.codes * state.bits // 32
     return Layout(
-        1,
+        # A form for tensor cores has blocks of 32 tokens, and one order must not pack later than the other.
+        1 if no_tiles(state) else BLOCK,
         (
             Field("codes", "uint32", (128, words), codes=True),
             Field("rest", "uint32", (128, words), codes=True),
             Field("scale", state.dtype, (128, 1)),
         ),
     )
+
+
+def no_tiles(state: State) -> str:
+    """Why a side's codes have no form for tensor cores; empty where they have."""
+    if state.bits > 2:
+        sums = 4**state.bits
+        return f"codes of {state.bits}+{state.bits} bits have {sums} sums, more than the 16 that bytes are looked up by"
+    if state.dtype != "float16":
+        return f"scales are {state.dtype}, those of models that are not float16; tensor cores take float16"
+    if state.dim not in TILED:
+        return f"head size {state.dim} is none of {', '.join(map(str, TILED))}"
+    return ""
 
 
 @hookimpl
@@ -253,3 +276,11 @@ def vq_snippet(state: State, side: Side) -> Snippet:
     from vq_turboquant.kernels.rvq import snippet
 
     return snippet(state, side)
+
+
+@hookimpl
+def vq_device() -> Sequence[DeviceForm]:
+    """Codes of 1+1 and 2+2 bits as tensor cores take them: :mod:`vq_turboquant.kernels.rvq_form`."""
+    from vq_turboquant.kernels.rvq_form import FORMS
+
+    return FORMS

@@ -23,6 +23,7 @@ from vq_core.kernels.skeleton.matrix_exact import UNIT as MATRIX_UNIT
 from vq_core.kernels.skeleton.matrix_kernels import COLUMNS, MatrixPair
 from vq_core.kernels.skeleton.portable import EXACT_UNIT, Side
 from vq_core.kernels.skeleton.summing import GROUPS
+from vq_core.kernels.standard.hadamard import MOST as LONGEST
 from vq_core.kernels.standard.hadamard import SIGN_HADAMARD
 
 THREADGROUPS = 384
@@ -175,7 +176,7 @@ def _turned(
 ) -> None:  # fmt: skip
     """Rotations by signs as launches, in the place of the snippets' functions."""
     keys, values = signs
-    if step.prepare is not None and keys is not None:
+    if step.prepare is not None and keys is not None and keys.shape[1] <= LONGEST:
         given = {"undo": False, "rows": math.prod(queries.shape[:-1])}
         step.turn = SIGN_HADAMARD.prepared(backends.choose(backend), [queries, keys], given), keys
     if step.finish is not None and values is not None:

@@ -1,197 +1,22 @@
-"""turboquant_mse's snippets for the matrix skeleton: codes of 2 and 4 bits, one scale a token.
+"""turboquant_mse's snippets for the matrix skeleton: codes of 2 and 4 bits, see :mod:`tile_matrix`.
 
-A centroid is a half, made from two bytes.  One permutation looks up four codes at once:
-
-* 2 bits: both sizes are scaled by one number that makes their low bytes equal, so only the high byte is looked up,
-  out of a table of four;
-* 4 bits: the codebook is symmetric, so a code is a sign and one of eight sizes, whose low and high bytes are looked up
-  in two registers each.
-
-Scales multiply the scores of keys, in float32, and the weights of values, in float16: the skeleton's p times scale.
-
-Error, against float32 attention on the decoded codes: a centroid is off by 1e-4 of itself at most at 2 bits and by
-2^-11 at 4 bits, the rotated query and the weights by 2^-11.  Relative L2 stays below 2e-3 for normal queries; it
-grows with the scores' spread, as that of float16 keys does.  Scales of values, half of a token's root mean square
-about, lie between 2^-10 and 4094: larger ones can overflow float16, for weights reach 2^4; smaller ones lose bits.
+A level is twice a centroid, for scales are half of a token's root mean square about.
 """
 
 from __future__ import annotations
-
-import math
-import struct
-from functools import cache
 
 import attrs
 
 from vq_core.codec.codebook import gaussian_centroids
 from vq_core.errors import UnsupportedShapeError
-from vq_core.kernels.skeleton.matrix import MatrixField, MatrixSnippet
+from vq_core.kernels.skeleton.matrix import MatrixSnippet
+from vq_turboquant.kernels import tile_matrix
 from vq_turboquant.mse import MseState, no_tiles
 
-PAIRS = {
-    2: """
-// Centroids of places 2 l and 2 l + 1 of a word, each a pair of halves.
-VQ_FN uint2 mse_SIDE_pairs(uint word, uint l) {
-  const uint some = ((l & 1u) != 0u ? word >> 2 : word) & 0x33333333u;
-  const uint high = vq_permute(HIGH, 0u, l < 2u ? some : vq_permute(some, 0u, 0x4432u));
-  return vq_uint2(vq_permute(high, LOW, 0x2404u), vq_permute(high, LOW, 0x3414u));
-}
-""",
-    4: """
-// Centroids of places 2 l and 2 l + 1 of a word, each a pair of halves.
-VQ_FN uint2 mse_SIDE_pairs(uint word, uint l) {
-  const uint all = word & 0x77777777u, some = l == 0u ? all : vq_permute(all, 0u, 0x4432u);
-  const uint low = vq_permute(LOW, LOWER, some);
-  const uint high = vq_permute(HIGH, HIGHER, some) ^ ((l == 0u ? word : word << 4) & 0x80808080u);
-  return vq_uint2(vq_permute(low, high, 0x5140u), vq_permute(low, high, 0x7362u));
-}
-""",
-}
 
-KEYS = """
-VQ_FN float matrix_fold(uint) { return 1.0f; }
-// 16 tokens, of words `low` and `high`, by the 16 channels of a look-up.
-VQ_FN float4 mse_k_mma(float4 c, uint low, uint high, uint l, uint b0, uint b1) {
-  const uint2 one = mse_k_pairs(low, l), two = mse_k_pairs(high, l);
-  return vq_mma_m16n8k16(c, one.x, two.x, one.y, two.y, b0, b1);
-}
-VQ_FN void matrix_scores(VQ_SHARED_PTR(uint) step, uint lane, VQ_LOCAL_PTR(uint) query, VQ_LOCAL_PTR(float4) c) {
-  VQ_UNROLL
-  for (uint u = 0u; u < UNIT; ++u) {
-    float4 c0 = vq_float4(0.0f, 0.0f, 0.0f, 0.0f), c1 = c0;
-    VQ_UNROLL
-    for (uint x = 0u; x < DIM / CHUNK; ++x) {
-      const uint4 w = vq_view<uint4>(step + (K_CODES_AT + u * K_CODES_WORDS))[x * 32u + lane];
-      VQ_UNROLL
-      for (uint l = 0u; l < PLACES / 2u; ++l) {
-        const uint b0 = query[x * PLACES + 2u * l], b1 = query[x * PLACES + 2u * l + 1u];
-        c0 = mse_k_mma(c0, w.x, w.y, l, b0, b1);
-        c1 = mse_k_mma(c1, w.z, w.w, l, b0, b1);
-      }
-    }
-HALF
-    const uint2 s = vq_view<uint2>(step + (K_SCALE_AT + u * K_SCALE_WORDS))[lane / 4u];
-    const float2 s0 = matrix_floats(s.x, half(0.0f)), s1 = matrix_floats(s.y, half(0.0f));
-    c[2u * u] = vq_float4(c0.x * s0.x, c0.y * s0.x, c0.z * s0.y, c0.w * s0.y);
-    c[2u * u + 1u] = vq_float4(c1.x * s1.x, c1.y * s1.x, c1.z * s1.y, c1.w * s1.y);
-  }
-}
-"""
-KEYS_HALF = """
-    const uint2 w = vq_view<uint2>(step + (K_CODES_AT + u * K_CODES_WORDS + DIM / CHUNK * 128u))[lane];
-    VQ_UNROLL
-    for (uint l = 0u; l < PLACES / 4u; ++l) {
-      const uint b0 = query[DIM / CHUNK * PLACES + 2u * l], b1 = query[DIM / CHUNK * PLACES + 2u * l + 1u];
-      c0 = mse_k_mma(c0, w.x, w.y, l, b0, b1);
-      c1 = mse_k_mma(c1, w.x, w.y, l + PLACES / 4u, b0, b1);
-    }
-"""
-
-VALUES = """
-// The 16 channels of a look-up by 16 tokens, of words `low` and `high`.
-VQ_FN float4 mse_v_mma(float4 c, uint low, uint high, uint l, uint b0, uint b1) {
-  const uint2 one = mse_v_pairs(low, l), two = mse_v_pairs(high, l);
-  return vq_mma_m16n8k16(c, one.x, one.y, two.x, two.y, b0, b1);
-}
-VQ_FN void matrix_values(VQ_SHARED_PTR(uint) step, uint lane, VQ_LOCAL_PTR(uint) p, VQ_LOCAL_PTR(float4) acc,
-                         VQ_LOCAL_PTR(float4) extra) {
-  const uint ones = lane < 4u ? 0x3c003c00u : 0u;
-  VQ_UNROLL
-  for (uint u = 0u; u < UNIT; ++u) {
-    // Row 8 of the extra tile: the weights.
-    extra[0] = vq_mma_m16n8k16(extra[0], 0u, ones, 0u, ones, p[4u * u], p[4u * u + 1u]);
-    extra[0] = vq_mma_m16n8k16(extra[0], 0u, ones, 0u, ones, p[4u * u + 2u], p[4u * u + 3u]);
-    const uint4 s = vq_view<uint4>(step + (V_SCALE_AT + u * V_SCALE_WORDS))[lane & 3u];
-    const uint p0 = matrix_times(p[4u * u], s.x), p1 = matrix_times(p[4u * u + 1u], s.y);
-    const uint p2 = matrix_times(p[4u * u + 2u], s.z), p3 = matrix_times(p[4u * u + 3u], s.w);
-    VQ_UNROLL
-    for (uint x = 0u; x < DIM / CHUNK; ++x) {
-      const uint4 w = vq_view<uint4>(step + (V_CODES_AT + u * V_CODES_WORDS))[x * 32u + lane];
-      VQ_UNROLL
-      for (uint l = 0u; l < PLACES / 2u; ++l) {
-        const uint n = x * PLACES / 2u + l;
-        acc[n] = mse_v_mma(acc[n], w.x, w.y, l, p0, p1);
-        acc[n] = mse_v_mma(acc[n], w.z, w.w, l, p2, p3);
-      }
-    }
-HALF
-  }
-}
-VQ_FN void matrix_finish(uint lane, VQ_LOCAL_PTR(float4) acc, VQ_LOCAL_PTR(float4) extra) {
-  VQ_UNROLL
-  for (uint n = 0u; n < DIM / 16u; ++n)
-    acc[n] = vq_float4(acc[n].x * LEVEL, acc[n].y * LEVEL, acc[n].z * LEVEL, acc[n].w * LEVEL);
-}
-"""
-VALUES_HALF = """
-    const uint2 w = vq_view<uint2>(step + (V_CODES_AT + u * V_CODES_WORDS + DIM / CHUNK * 128u))[lane];
-    VQ_UNROLL
-    for (uint l = 0u; l < PLACES / 4u; ++l) {
-      const uint n = DIM / CHUNK * PLACES / 2u + l;
-      acc[n] = mse_v_mma(acc[n], w.x, w.y, l, p0, p1);
-      acc[n] = mse_v_mma(acc[n], w.x, w.y, l + PLACES / 4u, p2, p3);
-    }
-"""
-
-
-@attrs.frozen
-class Codebook:
-    """Centroids as halves.
-
-    Attributes:
-        sizes: Bits of those above zero, ascending.
-        scale: What a half is to be multiplied by.
-    """
-
-    sizes: tuple[int, ...]
-    scale: float
-
-    def levels(self) -> tuple[float, ...]:
-        """Those above zero, as numbers that the stored scale multiplies."""
-        return tuple(_value(bits) * self.scale for bits in self.sizes)
-
-
-def _value(bits: int) -> float:
-    found: float = struct.unpack("<e", struct.pack("<H", bits))[0]
-    return found
-
-
-def _half(value: float) -> int:
-    found: int = struct.unpack("<H", struct.pack("<e", value))[0]
-    return found
-
-
-@cache
-def codebook(bits: int) -> Codebook:
-    """Halves of the levels above zero, see :attr:`~vq_turboquant.mse.MseState.levels`; of 2 bits with equal low bytes.
-
-    Of all pairs of halves with equal low bytes the one whose quotient is nearest.
-    """
-    levels = [2 * v for v in gaussian_centroids(bits)[2 ** (bits - 1) :]]
-    if bits == 4:
-        return Codebook(tuple(map(_half, levels)), 1.0)
-    wanted, found = math.log(levels[1] / levels[0]), []
-    for small in range(0x3C00, 0x4000):
-        for large in range(small + 256, small + 4096, 256):
-            quotient = math.log(_value(large) / _value(small))
-            found.append((abs(quotient - wanted), small, large))
-    _, small, large = min(found)
-    return Codebook((small, large), math.sqrt(levels[0] * levels[1] / (_value(small) * _value(large))))
-
-
-def _tables(bits: int) -> dict[str, str]:
-    """Bytes as the texts look them up, four in a word."""
-
-    def word(numbers: list[int]) -> str:
-        return f"0x{sum(n << 8 * i for i, n in enumerate(numbers)):08x}u"
-
-    sizes = codebook(bits).sizes
-    if bits == 2:
-        both = [n ^ 0x8000 for n in reversed(sizes)] + list(sizes)
-        return {"HIGH": word([n >> 8 for n in both]), "LOW": word([sizes[0] & 255])}
-    # Below zero, the largest first; a bit of the word turns the sign.
-    low, high = [n & 255 for n in reversed(sizes)], [n >> 8 | 0x80 for n in reversed(sizes)]
-    return {"LOWER": word(low[4:]), "HIGHER": word(high[4:]), "LOW": word(low[:4]), "HIGH": word(high[:4])}
+def lower_levels(bits: int) -> tuple[float, ...]:
+    """See :attr:`~vq_turboquant.mse.MseState.levels`; those below zero."""
+    return tuple(2 * v for v in gaussian_centroids(bits)[: 2 ** (bits - 1)])
 
 
 def snippet(state: MseState) -> MatrixSnippet:
@@ -203,22 +28,8 @@ def snippet(state: MseState) -> MatrixSnippet:
     reason = no_tiles(state)
     if reason:
         raise UnsupportedShapeError(f"turboquant_mse has no matrix snippet here: {reason}")
-    made = _made(state.side, state.parts[0].bits, state.head_dim)
+    bits = state.parts[0].bits
+    made = tile_matrix.snippet(f"turboquant_mse{bits}", state.side, state.head_dim, lower_levels(bits))
     if state.side == "keys":
         return attrs.evolve(made, prepare=state.prepare_query, signs=state.signs)
     return attrs.evolve(made, finish=state.finish, signs=state.signs)
-
-
-@cache
-def _made(side: str, bits: int, dim: int) -> MatrixSnippet:
-    keys, places, chunk, level = side == "keys", 16 // bits, 128 // bits, codebook(bits).scale
-    half = (KEYS_HALF if keys else VALUES_HALF) if dim % chunk else ""
-    text = (PAIRS[bits] + (KEYS if keys else VALUES)).replace("HALF\n", half)
-    words = _tables(bits) | {
-        "SIDE": side[0], "PLACES": f"{places}u", "DIM": f"{dim}u", "CHUNK": f"{chunk}u", "LEVEL": f"{level:.9e}f",
-    }  # fmt: skip
-    for word, value in words.items():
-        text = text.replace(word, value)
-    fields = (MatrixField("codes", "uint32", dim * bits), MatrixField("scale", "float16", 16))
-    scale = level if keys else 1.0
-    return MatrixSnippet(side, f"turboquant_mse{bits}_{side[0]}{dim}", dim, fields, text, scale)  # type: ignore[arg-type]

@@ -10,9 +10,12 @@ import mlx.core as mx
 import numpy as np
 
 from vq_core.api import SIDES, Side
+from vq_core.codec.bits import unpack_bits
 from vq_core.kernels import Backend, Call, Case, Kernel, Output
-from vq_turboquant.kernels import mse, mse_device
-from vq_turboquant.mse import BLOCK, MseState
+from vq_turboquant.kernels import mse
+from vq_turboquant.kernels.tile_order import BLOCK, ordered
+from vq_turboquant.kernels.tile_words import filled, word
+from vq_turboquant.mse import MseState
 
 THREADS = 128
 MOST = 2**31
@@ -23,40 +26,13 @@ BODY = """
 const uint w = codes_shape[3], all = codes_shape[0] * codes_shape[1] * codes_shape[2] * w;
 const uint n = thread_position_in_grid.x;
 const uint o = min(n, all - 1u), block = o / (32u * w), r = o - block * 32u * w;
-const uint places = 16u / uint(bits), chunk = r / 128u, inner = r % 128u;
-// Where half a chunk is left over its words hold both halves of the tokens.
-const bool half_chunk = chunk * 128u + 128u > 32u * w;
-const uint lane = half_chunk ? inner / 2u : inner / 4u, g = lane / 4u, t = lane & 3u, a = inner & 1u;
-uint found = 0u;
-VQ_UNROLL
-for (uint j = 0u; j < places; ++j) {
-  const uint i = half_chunk ? j / (places / 2u) : inner / 2u & 1u, place = half_chunk ? j % (places / 2u) : j;
-  VQ_UNROLL
-  for (uint b = 0u; b < 2u; ++b) {
-    const uint channel = 8u * (chunk * places + place) + CHANNEL, token = block * 32u + 16u * i + 8u * a + TOKEN;
-    const uint bit = channel * uint(bits), code = codes[token * w + bit / 32u] >> (bit % 32u);
-    if (bits == 2) {
-      found |= (code & 3u) << (16u * (j / 4u) + 2u * (j / 2u & 1u) + 4u * ((j & 1u) + 2u * b));
-    } else {
-      const uint k = 2u * j + b, above = code >> 3 & 1u, size = (above != 0u ? ~code : code) & 7u;
-      found |= size << (4u * k) | above << (k < 4u ? 8u * k + 7u : 8u * k - 29u);
-    }
-  }
-}
+WORD
 if (n < all) words[n] = found;
 if (n < all && r < 32u) {
   const half one = scale[block * 32u + PLACE];
   scales[block * 32u + r] = one;
 }
 """
-SIDE_PARTS: dict[Side, dict[str, str]] = {
-    "keys": {"CHANNEL": "2u * t + b", "TOKEN": "g", "PLACE": "(r / 2u & 1u) * 16u + (r & 1u) * 8u + r / 4u"},
-    "values": {
-        "CHANNEL": "g",
-        "TOKEN": "2u * t + b",
-        "PLACE": "(r / 4u & 1u) * 16u + (r / 2u & 1u) * 8u + r / 8u * 2u + (r & 1u)",
-    },
-}
 
 
 def _check(call: Call) -> str:
@@ -85,12 +61,11 @@ def _cases(side: Side) -> Callable[[], Iterator[Case]]:
 
 
 def _kernel(side: Side) -> Kernel:
-    body = BODY
-    for word, part in SIDE_PARTS[side].items():
-        body = body.replace(word, part)
+    code = "codes[(block * 32u + token) * w + channel * uint(bits) / 32u] >> (channel * uint(bits) % 32u)"
+    body = filled(BODY.replace("WORD", word(side, "bits", "32u * w", code)), side)
 
     def equals(codes: mx.array, scale: mx.array, *, bits: int, **rest: Any) -> tuple[mx.array, ...]:
-        return tuple(mse_device.ordered(side, bits, codes, scale).values())
+        return ordered(side, bits, unpack_bits(codes, bits), scale)
 
     def blocks(last: Callable[[Call], int]) -> Callable[[Call], tuple[int, ...]]:
         def shape(call: Call) -> tuple[int, ...]:

@@ -77,7 +77,8 @@ def arrays(state: rvq.State, undo: bool = False) -> tuple[mx.array, ...]:
     return (*vectors.rotation_arrays(state.rotation, undo), tables)
 
 
-def _state(constants: Sequence[mx.array], dim: int, bits: int, W: int, dtype: str) -> rvq.State:
+def constants_of(constants: Sequence[mx.array], dim: int, bits: int, W: int, dtype: str) -> rvq.State:
+    """The state that a kernel's arrays are, for one direction."""
     *turning, tables = constants
     held = tables.reshape(4, 16)[:, : 2**bits]
     return rvq.State(
@@ -92,7 +93,7 @@ def _state(constants: Sequence[mx.array], dim: int, bits: int, W: int, dtype: st
 
 
 def _packed(x: mx.array, *constants: mx.array, bits: int, W: int, M: str, **rest: object) -> tuple[mx.array, ...]:
-    state = _state(constants, x.shape[3], bits, W, M)
+    state = constants_of(constants, x.shape[3], bits, W, M)
     rows = rvq.vq_pack(state, rvq.vq_encode(state, x))
     return rows["codes"], rows["rest"], rows["scale"]
 
@@ -100,7 +101,7 @@ def _packed(x: mx.array, *constants: mx.array, bits: int, W: int, M: str, **rest
 def _unpacked(
     codes: mx.array, rest: mx.array, scale: mx.array, *constants: mx.array, bits: int, head_dim: int, **more: object
 ) -> tuple[mx.array]:
-    state = _state(constants, head_dim, bits, codes.shape[3] * 32 // bits, "float32")
+    state = constants_of(constants, head_dim, bits, codes.shape[3] * 32 // bits, "float32")
     return (rvq.vq_decode(state, {"codes": codes, "rest": rest, "scale": scale}),)
 
 

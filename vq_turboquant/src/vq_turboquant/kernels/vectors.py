@@ -260,10 +260,11 @@ def check(call: Call, dim: int, shape: Sequence[int], name: str) -> str:
         return f"head size {dim}: accepted are 1 to {MOST}"
     if math.prod(shape[:3]) != call.numbers["rows"] or math.prod(shape[:3]) * max(shape[3], dim) >= LIMIT:
         return f"{name} {tuple(shape)} with rows={call.numbers['rows']}: rows is B H n, with fewer than {LIMIT} numbers"
-    return _check_rotation(call.shapes, dim)
+    return check_rotation(call.shapes, dim)
 
 
-def _check_rotation(shapes: Mapping[str, Sequence[int]], dim: int) -> str:
+def check_rotation(shapes: Mapping[str, Sequence[int]], dim: int) -> str:
+    """What is wrong with the rotation for vectors of so many numbers."""
     if "signs" in shapes:
         if len(shapes["signs"]) != 2 or shapes["signs"][1] != dim:
             return f"signs {tuple(shapes['signs'])} are not (rounds, {dim})"

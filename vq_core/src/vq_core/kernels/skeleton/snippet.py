@@ -26,8 +26,6 @@ from vq_core.kernels.rules import TINY, stripped
 SIMD = 32
 UNITS = (64, 128, 32)
 """Tokens that a SIMD group scores at once, the best first: fewer keep more of a GPU busy with a short history."""
-MOST = 256
-"""Largest head size of a rotation that is part of the core's launches."""
 MOST_NUMBERS = 64
 """Of one tile: they are held in registers."""
 
@@ -136,13 +134,8 @@ def wrong_signs(signs: mx.array | None, turned: bool) -> str:
     """What is wrong with a snippet's signs, given whether it has a function that they describe; empty if nothing."""
     if signs is None:
         return ""
-    if (
-        not isinstance(signs, mx.array)
-        or signs.ndim != 2
-        or signs.dtype != mx.float32
-        or not 0 < signs.shape[1] <= MOST
-    ):
-        return f"its signs must be an MLX array (rounds, D) of float32, D at most {MOST}"
+    if not isinstance(signs, mx.array) or signs.ndim != 2 or signs.dtype != mx.float32:
+        return "its signs must be an MLX array (rounds, D) of float32"
     if not turned:
         return "signs say what prepare and finish do: give it one of these too"
     try:
