@@ -134,18 +134,21 @@ def test_queries_of_nothing(method: str, dtype: mx.Dtype, size: float) -> None:
         assert error < (1e-2 if dtype == mx.bfloat16 else 2e-3)
 
 
-@pytest.mark.parametrize(("D", "dtype"), [(64, mx.float16), (96, mx.bfloat16)])
-def test_the_window_that_attention_writes_is_the_one_that_is_joined(D: int, dtype: mx.Dtype) -> None:
+@pytest.mark.parametrize(
+    ("method", "D", "dtype"),
+    [("kivi:bits=2", 64, mx.float16), ("kivi:bits=2", 96, mx.bfloat16), ("turboquant_mse:bits=2", 64, mx.float16)],
+)
+def test_the_window_that_attention_writes_is_the_one_that_is_joined(method: str, D: int, dtype: mx.Dtype) -> None:
     """Bit for bit, over flushes, steps of one token and of three, steps that nobody attends to, and two readers."""
-    policy = LayerPolicy.make(method="kivi:bits=2", residual=16, attention="matrix", kernels="simulator", sink_tokens=2)
+    policy = LayerPolicy.make(method=method, residual=16, attention="matrix", kernels="simulator", sink_tokens=2)
     cache = PackedKVCache.from_policy(policy, strict=True)  # else the tokens are joined for the dense tags
     cache.update_and_fetch(random(1, 1, 2, 300, D, dtype=dtype), random(2, 1, 2, 300, D, dtype=dtype))
-    twin = filled(D, dtype, sink_tokens=2, attention="mlx", kernels="off")
+    twin = filled(D, dtype, method=method, sink_tokens=2, attention="mlx", kernels="off")
     written = 0
     for step in range(40):
         L = 3 if step % 9 == 8 else 1
         new = [random(step + n, 1, 2, L, D, dtype=dtype) for n in (100, 200)]
-        keys, values = cache.update_and_fetch(*new)
+        keys, _ = cache.update_and_fetch(*new)
         twin.update_and_fetch(*new)
         window = cache._history.window  # type: ignore[union-attr]
         apart = window.parts() is not None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from vq_core.attention import view as views
 from vq_core.attention.choice import fit
 from vq_core.attention.packed import attend
 from vq_core.attention.prefill import _dense
+from vq_core.cache.policy import LayerPolicy
+from vq_core.kernels import backends
+from vq_core.kernels.simulated import Simulated
 from vq_core.testing import load_plugin, registered
 from vq_core.testing.observe import assert_same
 
@@ -64,6 +68,33 @@ def test_both_sides_are_what_the_hooks_decode(
         assert_same(_dense(view, side, kernel, known, found, mx.zeros(1)), views.dense(view, side), known.prefix)
 
 
+@pytest.mark.parametrize(("bits", "D", "dtype", "sinks"), [(2, 96, mx.bfloat16, 0), (4, 64, mx.float16, 2)])
+def test_a_device_form_is_decoded_too(bits: int, D: int, dtype: mx.Dtype, sinks: int) -> None:
+    """Whole runs of channels, written 16 bytes at a time."""
+    policy = LayerPolicy.make(method=f"kivi:bits={bits}", residual=20, kernels="simulator", sink_tokens=sinks)
+    cache = PackedKVCache.from_policy(policy, device_form=True)
+    for seed, n in enumerate((150, 75)):
+        cache.update_and_fetch(random(seed, 1, 2, n, D, dtype=dtype), random(seed + 50, 1, 2, n, D, dtype=dtype))
+    view = cache._view()
+    found = fit(view)
+    assert found.dense is not None and view.keys.bound.held is not None
+    for side, kernel, known in zip((view.keys, view.values), found.dense, found.sides, strict=True):
+        assert "gather_run" in kernel.body
+        want = views.dense(view, side)
+        assert_same(_dense(view, side, kernel, known, found, mx.zeros(1)), want, known.prefix)
+        part = attrs.evolve(found, backend=None)
+        for seed in (1, 2):  # 1: an array that begins anywhere
+            with simulated(Simulated(seed)):
+                assert_same(_dense(view, side, kernel, known, part, mx.zeros(1)), want, f"{known.prefix}, {seed}")
+
+
+@contextmanager
+def simulated(runner: Simulated) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "choose", lambda backend: runner)
+        yield
+
+
 @pytest.mark.parametrize("mask", [None, "causal", "bool", "additive"])
 def test_attention_is_that_of_the_dense_cache(mask: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, q = filled((300,), 64, mx.float16, method="kivi:bits=2"), random(9, 1, 6, 40, 64)
@@ -104,3 +135,25 @@ def test_beyond_the_bound_tiles_are_walked(monkeypatch: pytest.MonkeyPatch) -> N
     assert "basis of its own" in fit(filled((200,), 64, mx.float16, method="example")._view()).dense_why
     two = filled((300, 200), 64, mx.float16, method="kivi:bits=2")._view()
     assert prefill.why_tiles(two, fit(two), mask, None).startswith("rows of unequal length")
+
+
+def test_the_device_is_started_and_a_transformation_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(mx, "async_eval", lambda *a, real=mx.async_eval: started.append(a) or real(*a))
+    x = mx.ones((4,)) * 2
+    prefill.begin(x)
+    assert len(started) == 1 and x.tolist() == [2, 2, 2, 2]
+
+    def f(y: mx.array) -> mx.array:
+        prefill.begin(y * 3)
+        return y * 3
+
+    assert mx.compile(f)(mx.ones((2,))).tolist() == [3, 3]
+    assert mx.grad(lambda y: f(y).sum())(mx.ones((2,))).tolist() == [3, 3]
+
+    def broken(*arrays: mx.array) -> None:
+        raise ValueError("of another kind")
+
+    monkeypatch.setattr(mx, "async_eval", broken)
+    with pytest.raises(ValueError, match="of another kind"):
+        prefill.begin(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,40 @@ def test_broken_it_is_caught(kernels: ModuleType, old: str, new: str, said: str)
     broken = attrs.evolve(kernels.PACK, body=body.replace(old, new))
     verdict = verify("int8", broken, "simulator", Simulated())
     assert not verdict.passed and re.search(said, verdict.error or verdict.first), verdict
+
+
+def test_the_classes_of_the_page(folder: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pytest would spread them."""
+    monkeypatch.chdir(folder)
+    space: dict[str, Any] = {}
+    exec((folder / "test_int8_kernels.py").read_text(), space)
+    parity, broken = space["TestParity"](), space["TestBroken"]()
+    (kernel,) = parity.kernels
+    for contract in ("off", "fast"):
+        parity.test_parity(contract, kernel)
+        broken.test_unbroken_it_passes(kernel, contract)
+    parity.test_the_text_does_not_grow(kernel)
+    for item in broken.breaks:
+        broken.test_broken_it_fails((item, kernel))
+    broken.test_every_kernel_is_broken_in_six_ways()
+    with registered(plugin):
+        parity.test_every_kernel_is_offered()
+        write([kernel], folder / "tests" / "golden")
+        parity.test_golden_text(*parity.golden)
+    shutil.rmtree(folder / "tests")
+    # What is no break, does not show, cannot be compiled or is caught by other words fails.
+    for changes, said in (
+        ({"old": "not there"}, "holds no 'not there'"), ({"new": "rint ("}, "passed=True"),
+        ({"new": "no_function("}, "differs by"), ({"error": "has one writer"}, "has one writer"),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match=re.escape(said)):
+            broken.test_broken_it_fails((attrs.evolve(broken.breaks[0], **changes), kernel))
+    few = type("Few", (space["TestBroken"],), {"breaks": broken.breaks[:5]})()
+    with pytest.raises(AssertionError, match="'int8_pack': 5"):
+        few.test_every_kernel_is_broken_in_six_ways()
+    more = type("More", (space["TestParity"],), {"configurations": 97})()
+    with pytest.raises(AssertionError, match="configurations=96"):
+        more.test_parity("off", kernel)
 
 
 def test_it_serves_the_method(plugin: Any) -> None:

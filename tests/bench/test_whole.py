@@ -71,6 +71,32 @@ def generated() -> Any:
     return json.loads(json.dumps(made))
 
 
+LEARNT = IDENTITY.with_name("learnt.py")
+
+
+def test_methods_that_learn_are_timed_with_a_stand_in() -> None:
+    """In every layer, packed and read as with an artifact of a model's own; records say what the constants are of."""
+    with registered(load_plugin(LEARNT)):
+        whole = decode.Wanted(
+            geometry=GEOMETRY, methods=("learnt:levels=15",), contexts=(160,), steps=2, rounds=1,
+            host_steps=2, residual=32, dtype="float32",
+        )  # fmt: skip
+        made = json.loads(json.dumps(decode.measure(whole, machine=idle)))
+        wanted = attrs.evolve(attention_wanted("learnt:levels=15"), tiers=("auto",))
+        one = json.loads(json.dumps(attention.measure(wanted, machine=idle)))
+    arms = made["contexts"][0]["arms"]
+    found = arms["learnt:levels=15 [auto]"]
+    assert found["method"].startswith("learnt:levels=15,artifact=") and found["tokens_packed"] >= 128
+    assert found["packed_bytes"] == 2 * 2 * 2 * 64 * 128  # layers, sides, heads, channels, tokens; bytes
+    assert "learnt from random numbers" in found["stand_in"]
+    assert "stand_in" not in arms["mlx-lm float32"]
+    arms = one["rows"][0]["arms"]
+    assert {name for name, arm in arms.items() if "learnt from random numbers" in arm.get("stand_in", "")} == {
+        name for name in arms if name.startswith("learnt:levels=15 [")
+    }
+    assert arms["learnt:levels=15 [auto]"]["relative_error"] < 1e-3
+
+
 # ---- attention
 
 

@@ -86,6 +86,15 @@ def test_decode(vq: Vq, tmp_path: Path) -> None:
     whole(figure)
 
 
+@pytest.mark.parametrize("command", [ATTENTION, (*DECODE, "--context", 100)], ids=["attention", "decode"])
+def test_what_is_printed_of_a_stand_in(vq: Vq, command: tuple[Any, ...]) -> None:
+    method = "vecinfer:sub=8,centroids=256"
+    status, out, err = vq(*(method if word == "kivi:bits=4" else word for word in command))
+    assert status == 0, err
+    line = next(line for line in out.splitlines() if line.startswith(f"{method} [auto]: "))
+    assert "its constants are a stand-in, learnt from random numbers" in line
+
+
 def test_only_what_is_asked_for(vq: Vq, tmp_path: Path) -> None:
     """A configuration file, and no context where only a budget is asked for; then there is no figure of contexts."""
     file, record = tmp_path / "config.json", tmp_path / "d.json"

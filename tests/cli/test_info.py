@@ -42,3 +42,18 @@ def test_head_sizes_and_other_models_are_told(vq: Vq) -> None:
     assert "bfloat16" not in out and "; 4 in float32 models" in " ".join(out.split())
     status, out, _ = vq("info", "qjl", "--head-dim", 513)
     assert status == 0 and "refused" in out
+
+
+def test_nothing_is_promised_of_what_is_refused(vq: Vq) -> None:
+    """No bound of errors and no bits for settings or sizes that no side takes; of those that are taken, both."""
+    _, out, _ = vq("info", "vecinfer:sub=8,centroids=1024,codebooks=subspace", "--head-dim", 64)
+    said = " ".join(out.split())  # a stand-in is learnt from as many numbers as this needs
+    assert said.count("= 1.25 bits per element") == 2 and "refused: " not in said, said
+    for method, dim in (("turboquant_mse", 513), ("turboquant_rvq", 1025), ("vecinfer:sub=8,centroids=256", 72)):
+        status, out, _ = vq("info", method, "--head-dim", dim)
+        said = " ".join(out.split())
+        assert status == 0 and said.count("refused: ") == 2 and "artifact FILE" not in said, said
+        assert "relative squared error" not in said and "bits per element" not in said, said
+        _, out, _ = vq("info", method, "--head-dim", 64)
+        said = " ".join(out.split())
+        assert "at head size 64" in said and said.count("bits per element") == 2 and "refused: " not in said, said

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import attrs
 import mlx.core as mx
@@ -32,7 +33,6 @@ from vq_core.cache.policy import LayerPolicy
 from vq_core.calibration import artifact, learn
 from vq_core.calibration.artifact import Learnt, Place
 from vq_core.calibration.samples import Draw, Sample
-from vq_core.calibration.stand_in import completed
 from vq_core.files import tensors
 from vq_core.plugins import binding
 from vq_core.plugins.choice import choose
@@ -154,6 +154,33 @@ def test_what_cannot_be_learnt_is_one_error(tmp_path: Path, options: dict[str, A
     assert not path.exists()
 
 
+def test_a_head_size_that_no_file_helps_is_refused_before_one_is_asked_for(tmp_path: Path) -> None:
+    """At the first tokens of the model, and in a cache before its settings are found to name no file."""
+    hooks = {name: getattr(LEARNT, name) for name in dir(LEARNT) if name.startswith("vq_")}
+    facts = LEARNT.vq_method()
+
+    def vq_method() -> Any:
+        able = attrs.evolve(facts.capabilities, head_dims=(8, 9, 10, 12))
+        return attrs.evolve(facts, name="sizes", capabilities=able)
+
+    plugin = SimpleNamespace(**hooks | {"vq_method": hookimpl(vq_method)})
+    steps: list[int] = []
+    model = Model()
+
+    def read(heard: Any) -> Iterator[int]:
+        for count in model.read(heard):
+            steps.append(count)
+            yield count
+
+    with registered(plugin):
+        for text in ("sizes", f"sizes:artifact={tmp_path / 'none'}"):
+            with pytest.raises(UnsupportedShapeError, match=r"'sizes': head size 16 .*accepted are 8 to 10, 12$"):
+                binding.bind(text, CONTEXT)
+        with pytest.raises(UnsupportedShapeError, match=r"layer 0, keys: .*head size 16 .*accepted are 8 to 10, 12$"):
+            learn.calibrate("sizes", read, range(model.tokens), tmp_path / "a", model="tiny 1")
+    assert not steps and not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize("gives", [None, {}, {"low": 1.0}, [1]])
 def test_a_method_that_gives_no_arrays_is_named(tmp_path: Path, gives: Any) -> None:
     hooks = {name: getattr(LEARNT, name) for name in dir(LEARNT) if name.startswith("vq_")}
@@ -183,7 +210,7 @@ def test_facts_say_what_calibration_needs() -> None:
 
 
 def text(path: Path) -> str:
-    return f"learnt:artifact={path}"
+    return f"learnt:artifact={quote(str(path))}"
 
 
 def test_a_file_serves_the_layer_side_that_it_was_learnt_from(tmp_path: Path) -> None:
@@ -330,6 +357,31 @@ def test_a_saved_cache_is_read_with_its_own_artifact_only(tmp_path: Path) -> Non
         PackedKVCache.from_state(state)
 
 
+def test_a_saved_cache_is_read_wherever_a_file_of_that_content_lies(tmp_path: Path) -> None:
+    """Once the process has read it there; the cache then names the place where it lies."""
+    path, moved = tmp_path / "a.vqa", tmp_path / "other folder" / "b,c.vqa"
+    digest = made(path).digest
+    cache = fed(path)
+    state = cache.state
+    moved.parent.mkdir()
+    path.rename(moved)
+    with pytest.raises(
+        FormatError, match=f"SHA-256 '{digest}'; the artifact .* cannot be read: .*compress the model with it"
+    ):
+        PackedKVCache.from_state(state)
+    elsewhere = fed(moved)
+    again = PackedKVCache.from_state(state)
+    assert again.policy == elsewhere.policy and np.array_equal(again.decode()[0], cache.decode()[0])
+    assert PackedKVCache.from_state(again.state).policy == elsewhere.policy
+    made(path, Model(tokens=41))  # another file at the old place does not hide it
+    again = PackedKVCache.from_state(state)
+    assert again.policy == elsewhere.policy and np.array_equal(again.decode()[0], cache.decode()[0])
+    assert PackedKVCache.join([cache, again]).state and PackedKVCache.join([again, cache]).offset == 60
+    moved.unlink()
+    with pytest.raises(FormatError, match=f"packed with the artifact of SHA-256 '{digest}', that of"):
+        PackedKVCache.from_state(state)
+
+
 def test_caches_of_two_artifacts_do_not_join(tmp_path: Path) -> None:
     path = tmp_path / "a.vqa"
     made(path)
@@ -338,16 +390,3 @@ def test_caches_of_two_artifacts_do_not_join(tmp_path: Path) -> None:
     made(path, Model(tokens=41))
     with pytest.raises(SettingsError, match="packed with one artifact"):
         PackedKVCache.join([first, fed(path)])
-
-
-def test_a_stand_in_is_of_no_model(tmp_path: Path) -> None:
-    stand_in = completed("learnt:levels=15", [(2, 16)])
-    assert completed(stand_in, [(2, 16)]) == stand_in and completed("learnt:levels=15", [(2, 16)]) == stand_in
-    assert binding.bind(stand_in, attrs.evolve(CONTEXT, layer=None, model=None)).artifact
-    with pytest.raises(SettingsError, match=r"is of no model \(a stand-in\), not of tiny 1"):
-        binding.bind(stand_in, CONTEXT)
-
-
-def test_a_stand_in_for_no_shape_is_refused() -> None:
-    with pytest.raises(UnsupportedShapeError, match="a stand-in needs a shape"):
-        completed("learnt", [])

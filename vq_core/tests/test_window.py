@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 
 import mlx.core as mx
 import numpy as np
@@ -29,7 +30,7 @@ def tokens(window: Window, row: int) -> list[float]:
 
 @pytest.mark.parametrize("shape", [(1, 1, 512, 512), (1, 4, 128, 512), (2, 1, 256, 512)])
 def test_owned_lets_go_of_the_whole(shape: tuple[int, ...]) -> None:
-    """Case 36: with B = H = 1 a slice is contiguous, and mx.contiguous would keep its parent."""
+    """Case 36: with B = H = 1 a slice is contiguous, and keeps its parent; mx.contiguous lets go of what is larger."""
     mx.synchronize()
     before = mx.get_active_memory()
     whole = mx.random.normal(shape)
@@ -44,9 +45,32 @@ def test_owned_lets_go_of_the_whole(shape: tuple[int, ...]) -> None:
 
 def test_joined_is_memory_of_its_own_even_at_the_first_token() -> None:
     window, x = Window(1), mx.zeros((1, 1, 4, 3))
-    first, _ = window.joined(x, x)
+    first = window.joined(x, x)[0].whole()
     x[...] = 7
     assert not first.any()
+
+
+@pytest.mark.parametrize("before", [0, 5])
+def test_parts_of_joined_tokens_are_those_of_all(before: int) -> None:
+    window, x = Window(2), mx.arange(2 * 3 * 11 * 4, dtype=mx.float32).reshape(2, 3, 11, 4)
+    if before:
+        window.keys, window.values = x[:, :, :before], -x[:, :, :before]
+    keys, values = window.joined(x[:, :, before:], -x[:, :, before:])
+    assert keys.width == values.width == 11
+    assert mx.array_equal(keys.whole(), x) and mx.array_equal(values.whole(), -x)
+    for begin in range(11):
+        for end in range(begin + 1, 12):
+            assert mx.array_equal(keys.cut(begin, end), x[:, :, begin:end])
+            assert mx.array_equal(values.owned(begin, end), -x[:, :, begin:end])
+
+
+def test_new_tokens_take_the_dependencies_of_held_ones() -> None:
+    window = filled([6])
+    window.depend(mx.array(3.0) * 2)
+    keys, _ = window.joined(mx.ones((1, 2, 9, 3)), mx.ones((1, 2, 9, 3)))
+    found = io.StringIO()
+    mx.export_to_dot(found, keys.owned(8, 15))
+    assert "Multiply" in found.getvalue()
 
 
 def test_select_cuts_to_the_longest_row() -> None:

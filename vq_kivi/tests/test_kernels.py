@@ -11,35 +11,22 @@ import pytest
 
 from vq_core.api import SIDES, Side
 from vq_core.errors import UnsupportedShapeError
-from vq_core.kernels import Kernel
-from vq_core.kernels.golden import differences
-from vq_core.kernels.growth import grows
-from vq_core.kernels.simulated import Simulated
-from vq_core.kernels.verify import build_ahead, verify
-from vq_core.plugins.offered import offered_kernels
+from vq_core.testing import KernelParity
 from vq_kivi import method
 from vq_kivi.kernels import KERNELS, PACK, ROUND, UNPACK
 from vq_kivi.kernels.cases import DIMS, FAMILIES, packing_cases
 from vq_kivi.kernels.reference import BITS, DTYPES, GROUPS, name_of, state_of
 
 GOLDEN = Path(__file__).parent / "golden"
-by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 
 
-@pytest.fixture(scope="module", params=["off", "fast"])
-def contract(request: pytest.FixtureRequest) -> str:
-    """Contraction of multiply and add; all variants of all kernels compiled in one unit."""
-    build_ahead(KERNELS, request.param)
-    return str(request.param)
+class TestParity(KernelParity):
+    """All configurations with one order of lanes and threadgroups for each contraction, 60 with the other."""
 
-
-@by_name
-def test_parity(contract: str, kernel: Kernel) -> None:
-    """All configurations with one order of lanes and threadgroups for each setting, 60 with the other."""
-    for seed, limit in ((0, None), (1, 60)) if contract == "off" else ((1, None), (0, 60)):
-        verdict = verify("kivi", kernel, "simulator", Simulated(seed, contract), limit)
-        assert verdict.passed and verdict.identical and verdict.max_difference == 0, verdict
-        assert verdict.configurations >= (limit or 300)
+    kernels = KERNELS
+    configurations = 300
+    runs = (("off", 0, None), ("off", 1, 60), ("fast", 1, None), ("fast", 0, 60))
+    golden = (("kivi", GOLDEN),)
 
 
 # ---- what the configurations hold
@@ -164,22 +151,6 @@ def test_no_tokens_are_fine(side: Side) -> None:
         (y,) = ROUND[side](x, bits=2, size=32, M="float32", backend="simulator")
         (z,) = UNPACK[side](*found, bits=2, size=32, head_dim=64, backend="simulator")
         assert y.shape == z.shape == x.shape and y.dtype == z.dtype == mx.float32
-
-
-# ---- text
-
-
-@by_name
-def test_the_text_does_not_grow(kernel: Kernel) -> None:
-    assert grows(kernel) == ""
-
-
-def test_golden_text() -> None:
-    """Its kernels, and fused attention with itself for one shape."""
-    kernels = [one.kernel for one in offered_kernels("kivi", one_pass=True)[0]]
-    assert set(kernels) > set(KERNELS)
-    found = differences(kernels, GOLDEN)
-    assert not found, "\n".join([*found, f"if this is meant: python -m vq_core.kernels.golden kivi {GOLDEN}"])
 
 
 def test_few_variants() -> None:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-import attrs
-import pytest
 
 from vq_core.kernels import Case, Kernel
-from vq_core.kernels.simulated import Simulated
-from vq_core.kernels.verify import Verdict, build_ahead, verify
+from vq_core.testing import Break, BrokenKernels
 from vq_kivi.kernels import KERNELS, PACK, ROUND, UNPACK
 from vq_kivi.kernels.reference import name_of
 
@@ -18,30 +13,6 @@ PACKERS, ROUNDERS, UNPACKERS = (tuple(kernels.values()) for kernels in (PACK, RO
 KEYS = (PACK["keys"], ROUND["keys"])
 VALUES = (PACK["values"], ROUND["values"])
 DECODED = "vq_add(vq_mul(float(q), step), base)"
-
-
-def narrowed(kernel: Kernel) -> Kernel:
-    """With the configurations of two variants only: less to compile and to run."""
-
-    def cases() -> Iterator[Case]:
-        for case in kernel.cases():
-            variant = (name_of(case.inputs[-1]), case.parameters["bits"])
-            if variant in (("float32", 3), ("float16", 2)):
-                yield case
-
-    return attrs.evolve(kernel, cases=cases)
-
-
-@attrs.frozen
-class Break:
-    """A wrong text: what it does, in which kernels, and what is put in the place of what."""
-
-    what: str
-    kernels: tuple[Kernel, ...]
-    old: str
-    new: str
-    contract: str = "off"
-
 
 BREAKS = [
     Break("round for rint", PACKERS + ROUNDERS, "max(rint(vq_div", "max(round(vq_div"),
@@ -86,44 +57,15 @@ BREAKS = [
 ]  # fmt: skip
 
 
-def broken(item: Break, kernel: Kernel) -> Kernel:
-    text = kernel.header + kernel.body
-    assert text.count(item.old) >= 1, f"{kernel.name} holds no {item.old!r}"
-    return attrs.evolve(
-        narrowed(kernel), header=kernel.header.replace(item.old, item.new), body=kernel.body.replace(item.old, item.new)
-    )
+class TestBroken(BrokenKernels):
+    """In the configurations of two variants."""
 
+    kernels = KERNELS
+    breaks = BREAKS
+    configurations = 30
 
-MADE = {f"{item.what}, {kernel.name}": (item, broken(item, kernel)) for item in BREAKS for kernel in item.kernels}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_together() -> None:
-    for contract in ("off", "fast"):
-        kernels: list[Any] = [kernel for item, kernel in MADE.values() if item.contract == contract]
-        build_ahead([*kernels, *map(narrowed, KERNELS)], contract)  # type: ignore[arg-type]
-
-
-def judged(kernel: Kernel, contract: str) -> Verdict:
-    return verify("kivi", kernel, "simulator", Simulated(0, contract))
-
-
-@pytest.mark.parametrize("contract", ["off", "fast"])
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_unbroken_it_passes(kernel: Kernel, contract: str) -> None:
-    """So that what fails below fails for its one change."""
-    verdict = judged(narrowed(kernel), contract)
-    assert verdict.passed and verdict.configurations >= 30, verdict
-
-
-@pytest.mark.parametrize("what", MADE)
-def test_broken_it_fails(what: str) -> None:
-    item, kernel = MADE[what]
-    verdict = judged(kernel, item.contract)
-    assert not verdict.passed and not verdict.identical
-    assert "differs by" in verdict.first and verdict.differing > 0, verdict
-
-
-def test_every_kernel_is_broken_in_six_ways() -> None:
-    counts = {kernel.name: sum(kernel in item.kernels for item in BREAKS) for kernel in KERNELS}
-    assert all(count >= 6 for count in counts.values()) and sum(counts.values()) > 40, counts
+    def few(self, kernel: Kernel, among: str) -> Iterator[Case]:
+        """One of three bits, one of two."""
+        for case in kernel.cases():
+            if (name_of(case.inputs[-1]), case.parameters["bits"]) in (("float32", 3), ("float16", 2)):
+                yield case

@@ -10,35 +10,22 @@ import numpy as np
 import pytest
 
 from vq_core.errors import UnsupportedShapeError
-from vq_core.kernels import Kernel
-from vq_core.kernels.golden import differences
-from vq_core.kernels.growth import grows
-from vq_core.kernels.simulated import Simulated
-from vq_core.kernels.verify import build_ahead, verify
-from vq_core.plugins.offered import offered_kernels
+from vq_core.testing import KernelParity
 from vq_qjl.kernels import DECODE, DECODE_OUTLIERS, ENCODE, ENCODE_OUTLIERS, KERNELS
 from vq_qjl.kernels.cases import DIMS, FAMILIES, encoding_cases, encoding_outlier_cases
 from vq_qjl.kernels.reference import DTYPES, name_of
 from vq_qjl.method import SMALLEST
 
 GOLDEN = Path(__file__).parent / "golden"
-by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 
 
-@pytest.fixture(scope="module", params=["off", "fast"])
-def contract(request: pytest.FixtureRequest) -> str:
-    """Contraction of multiply and add; all variants of all kernels compiled in one unit."""
-    build_ahead(KERNELS, request.param)
-    return str(request.param)
+class TestParity(KernelParity):
+    """All configurations, and 60 with contraction; lanes and threadgroups in another order for each."""
 
-
-@by_name
-def test_parity(contract: str, kernel: Kernel) -> None:
-    """All configurations, and 60 with contraction; lanes and threadgroups in another order for each setting."""
-    limit = None if contract == "off" else 60
-    verdict = verify("qjl", kernel, "simulator", Simulated(contract == "fast", contract), limit)
-    assert verdict.passed and verdict.identical and verdict.max_difference == 0, verdict
-    assert verdict.configurations >= (limit or 96)
+    kernels = KERNELS
+    configurations = 96
+    runs = (("off", 0, None), ("fast", 1, 60))
+    golden = (("qjl", GOLDEN),)
 
 
 def test_what_the_configurations_hold() -> None:
@@ -128,19 +115,3 @@ def test_no_tokens_are_fine() -> None:
         sketches = (columns.T, own.T)
         got = DECODE_OUTLIERS(*found, *sketches, unit=0, own_unit=0, backend="simulator")[0]
         assert got.shape == (rows, 2, n, 64) and got.dtype == mx.float32
-
-
-# ---- text
-
-
-@by_name
-def test_the_text_does_not_grow(kernel: Kernel) -> None:
-    assert grows(kernel) == "" and len(kernel.variants) <= 24
-
-
-def test_golden_text() -> None:
-    """Its kernels, and fused attention with a partner for one shape."""
-    kernels = [one.kernel for one in offered_kernels("qjl", one_pass=True)[0]]
-    assert set(kernels) > set(KERNELS)
-    found = differences(kernels, GOLDEN)
-    assert not found, "\n".join([*found, f"if this is meant: python -m vq_core.kernels.golden qjl {GOLDEN}"])

@@ -3,41 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-import attrs
-import pytest
 
 from vq_core.kernels import Case, Kernel
-from vq_core.kernels.simulated import Simulated
-from vq_core.kernels.verify import Verdict, build_ahead, verify
+from vq_core.testing import Break, BrokenKernels, variants
 from vq_qjl.kernels import DECODE, DECODE_OUTLIERS, ENCODE, ENCODE_OUTLIERS, KERNELS
 
 ENCODERS, DECODERS = (ENCODE, ENCODE_OUTLIERS), (DECODE, DECODE_OUTLIERS)
-
-
-def narrowed(kernel: Kernel) -> Kernel:
-    """With the configurations of one variant only: less to compile and to run."""
-
-    def cases() -> Iterator[Case]:
-        for case in kernel.cases():
-            parameters = kernel.resolve(case.inputs, case.parameters).parameters
-            if parameters["U"] == "uint8" and "float32" in case.name:
-                yield case
-
-    return attrs.evolve(kernel, cases=cases)
-
-
-@attrs.frozen
-class Break:
-    """A wrong text: what it does, in which kernels, and what is put in the place of what."""
-
-    what: str
-    kernels: tuple[Kernel, ...]
-    old: str
-    new: str
-    contract: str = "off"
-
 
 BREAKS = [
     Break("sign(0) is +1", ENCODERS, "+ low[t] > 0.0f", "+ low[t] >= 0.0f"),
@@ -87,49 +58,14 @@ BREAKS = [
 ]  # fmt: skip
 
 
-def broken(item: Break, kernel: Kernel) -> Kernel:
-    text = kernel.body
-    assert text.count(item.old) >= 1, f"{kernel.name} holds no {item.old!r}"
-    return attrs.evolve(narrowed(kernel), body=text.replace(item.old, item.new))
+class TestBroken(BrokenKernels):
+    """In the configurations of one variant, six at a time."""
 
+    kernels = KERNELS
+    breaks = BREAKS
+    configurations = 14
+    at_once = 6
 
-MADE = {f"{item.what}, {kernel.name}": (item, broken(item, kernel)) for item in BREAKS for kernel in item.kernels}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_together() -> None:
-    for contract in ("off", "fast"):
-        kernels: list[Any] = [kernel for item, kernel in MADE.values() if item.contract == contract]
-        build_ahead([*kernels, *map(narrowed, KERNELS)], contract)  # type: ignore[arg-type]
-
-
-def judged(kernel: Kernel, contract: str) -> Verdict:
-    """Of six configurations at a time, up to the first that fails."""
-    cases, verdict = list(kernel.cases()), Verdict("qjl", kernel.name, kernel.stands_for, "simulator")
-    for begin in range(0, len(cases), 6):
-        some = attrs.evolve(kernel, cases=lambda begin=begin: cases[begin : begin + 6])
-        verdict = verify("qjl", some, "simulator", Simulated(0, contract))
-        if not verdict.passed:
-            break
-    return attrs.evolve(verdict, configurations=begin + verdict.configurations)
-
-
-@pytest.mark.parametrize("contract", ["off", "fast"])
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_unbroken_it_passes(kernel: Kernel, contract: str) -> None:
-    """So that what fails below fails for its one change."""
-    verdict = judged(narrowed(kernel), contract)
-    assert verdict.passed and verdict.configurations >= 14, verdict
-
-
-@pytest.mark.parametrize("what", MADE)
-def test_broken_it_fails(what: str) -> None:
-    item, kernel = MADE[what]
-    verdict = judged(kernel, item.contract)
-    assert not verdict.passed and not verdict.identical
-    assert "differs by" in verdict.first and verdict.differing > 0, verdict
-
-
-def test_every_kernel_is_broken_in_six_ways() -> None:
-    counts = {kernel.name: sum(kernel in item.kernels for item in BREAKS) for kernel in KERNELS}
-    assert all(count >= 6 for count in counts.values()) and sum(counts.values()) > 40, counts
+    def few(self, kernel: Kernel, among: str) -> Iterator[Case]:
+        """Signs in bytes, of float32 numbers."""
+        return (case for case in variants(kernel, U="uint8") if "float32" in case.name)

@@ -13,14 +13,9 @@ import pytest
 from vq_core import PackedKVCache
 from vq_core.api import SIDES, PrepareContext, UnsupportedShapeError
 from vq_core.codec.bits import unpack_bits
-from vq_core.kernels import Kernel
-from vq_core.kernels.golden import differences
-from vq_core.kernels.growth import grows
-from vq_core.kernels.simulated import Simulated
-from vq_core.kernels.verify import build_ahead, same_bits, verify
+from vq_core.kernels.verify import same_bits
 from vq_core.plugins.binding import bind
-from vq_core.plugins.offered import offered_kernels
-from vq_core.testing import SnippetConformance
+from vq_core.testing import KernelParity, SnippetConformance
 from vq_core.testing.kit import decode, feed, pack
 from vq_turboquant.kernels import mse as kernels
 from vq_turboquant.kernels.mse import KERNELS, PACK, UNPACK
@@ -28,37 +23,15 @@ from vq_turboquant.kernels.mse_cases import FAMILIES, packing_cases
 from vq_turboquant.kernels.mse_reference import packed, part_from
 
 GOLDEN = Path(__file__).parent / "golden_mse"
-by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name.removeprefix("turboquant_mse_"))
 by_rotation = pytest.mark.parametrize("dense", [False, True], ids=["hadamard", "haar"])
 
 
-@pytest.fixture(scope="module", params=["off", "fast"])
-def contract(request: pytest.FixtureRequest) -> str:
-    """Contraction of multiply and add; all variants of all kernels compiled in one unit."""
-    build_ahead(KERNELS, request.param)
-    return str(request.param)
+class TestParity(KernelParity):
+    """All configurations with one order of lanes and threadgroups for each contraction, 24 with the other."""
 
-
-@by_name
-def test_parity(contract: str, kernel: Kernel) -> None:
-    """All configurations with one order of lanes and threadgroups for each setting, 24 with the other."""
-    for seed, limit in ((0, None), (1, 24)) if contract == "off" else ((1, None), (0, 24)):
-        verdict = verify("turboquant_mse", kernel, "simulator", Simulated(seed, contract), limit)
-        assert verdict.passed and verdict.identical and verdict.max_difference == 0, verdict
-        assert verdict.configurations >= (limit or 90)
-
-
-@by_name
-def test_the_text_does_not_grow(kernel: Kernel) -> None:
-    assert grows(kernel) == "" and len(kernel.variants) <= 24
-
-
-def test_golden_text() -> None:
-    """Its kernels, and fused attention with itself for one shape."""
-    offered = [one.kernel for one in offered_kernels("turboquant_mse", one_pass=True)[0]]
-    assert set(offered) > set(KERNELS)
-    found = differences(offered, GOLDEN)
-    assert not found, "\n".join([*found, f"if this is meant: python -m vq_core.kernels.golden turboquant_mse {GOLDEN}"])
+    kernels = KERNELS
+    configurations = 90
+    golden = (("turboquant_mse", GOLDEN),)
 
 
 # ---- what the configurations hold

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 
-import attrs
 import mlx.core as mx
-import pytest
 
 from vq_core.kernels import Case, Kernel
-from vq_core.kernels.simulated import Simulated
-from vq_core.kernels.simulator.program import Contract
-from vq_core.kernels.verify import build_ahead, verify
+from vq_core.testing import Break, BrokenKernels
 from vq_turboquant.kernels.mse import KERNELS, PACK, UNPACK
 
 # Text that both rotations share is broken in one of them.
 PACKERS, UNPACKERS = tuple(PACK.values()), tuple(UNPACK.values())
 HADAMARD, DENSE = (PACK[False], UNPACK[False]), (PACK[True], UNPACK[True])
-
-
-@attrs.frozen
-class Break:
-    """A wrong text: what it does, in which kernels, and what is put in the place of what."""
-
-    what: str
-    kernels: tuple[Kernel, ...]
-    old: str
-    new: str
-    contract: Contract = "off"
-
 
 BREAKS = [
     Break("an edge belongs to the upper code", PACKERS[:1], "y > table[16u + e]", "y >= table[16u + e]"),
@@ -48,7 +32,7 @@ BREAKS = [
     Break("the first channels for all", PACKERS[1:], "channel = channels[i]", "channel = i"),
     Break("a wrong shift", PACKERS[:1], "q << (at - begin)", "q << (at - begin + 1u)"),
     Break("a code across two words cut", PACKERS[1:], "first = begin / bits", "first = (begin + bits - 1u) / bits"),
-    Break("the last vector for all", KERNELS, "row = min(n, rows - 1u)", "row = rows - 1u"),
+    Break("the last vector for all", KERNELS, "row = min(n, rows - 1u)", "row = rows - 1u", error="has one writer"),
     Break("a code across two words cut", UNPACKERS, "if (shift + bits > 32u)", "if (shift + bits > 40u)"),
     Break("a mask one bit too narrow", UNPACKERS, "(1u << bits) - 1u", "(1u << (bits - 1u)) - 1u"),
     Break("the span left out", UNPACKERS, "vq_mul(float(scale[row]), table[31])", "float(scale[row])"),
@@ -86,36 +70,14 @@ def few(kernel: Kernel) -> tuple[Case, ...]:
     return tuple(found[::2] if kernel in UNPACKERS else found)
 
 
-def narrowed(kernel: Kernel) -> Kernel:
-    """With few configurations."""
-    return attrs.evolve(kernel, cases=lambda: iter(few(kernel)))
+class TestBroken(BrokenKernels):
+    """In few configurations, without contraction."""
 
+    kernels = KERNELS
+    breaks = BREAKS
+    configurations = 24
+    contracts = ("off",)
 
-def broken(item: Break, kernel: Kernel) -> Kernel:
-    text = kernel.header + kernel.body
-    assert text.count(item.old) >= 1, f"{kernel.name} holds no {item.old!r}"
-    return attrs.evolve(
-        narrowed(kernel), header=kernel.header.replace(item.old, item.new), body=kernel.body.replace(item.old, item.new)
-    )
-
-
-MADE = {f"{item.what}, {kernel.name}": (item, broken(item, kernel)) for item in BREAKS for kernel in item.kernels}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_together() -> None:
-    build_ahead([*(kernel for _, kernel in MADE.values()), *map(narrowed, KERNELS)], "off")
-
-
-@pytest.mark.parametrize("what", MADE)
-def test_a_broken_kernel_is_caught(what: str) -> None:
-    item, kernel = MADE[what]
-    verdict = verify("turboquant_mse", kernel, "simulator", Simulated(0, item.contract))
-    assert not verdict.passed and not verdict.identical, f"{what} was not noticed"
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_what_is_left_of_the_configurations_passes(kernel: Kernel) -> None:
-    verdict = verify("turboquant_mse", narrowed(kernel), "simulator", Simulated(0))
-    assert verdict.passed and verdict.identical and verdict.configurations >= 24
-    assert sum(kernel in item.kernels for item in BREAKS) >= 6
+    def few(self, kernel: Kernel, among: str) -> tuple[Case, ...]:
+        """Made once."""
+        return few(kernel)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,13 +10,10 @@ from vq_core import PackedKVCache
 from vq_core.api import PrepareContext, SettingsError, UnsupportedShapeError
 from vq_core.bench.kernels import Wanted, choices
 from vq_core.codec.codebook import boundaries, gaussian_centroids
-from vq_core.kernels.golden import differences
 from vq_core.plugins.binding import bind
-from vq_core.plugins.offered import offered_kernels
+from vq_core.plugins.reach import state_arrays
 from vq_core.testing.kit import round_trip
 from vq_turboquant.rvq import BITS, ERRORS, stage2_centroids
-
-GOLDEN = Path(__file__).parent / "golden_rvq"
 
 
 def bound(text: str, dim: int, side: str = "keys", dtype: str = "float16"):
@@ -139,6 +134,19 @@ def test_the_bench_lists_it() -> None:
     assert [bits for _, bits, _ in swept] == [2, 4]
 
 
-def test_golden_text() -> None:
-    found = differences([one.kernel for one in offered_kernels("turboquant_rvq", one_pass=True)[0]], GOLDEN)
-    assert not found, "\n".join([*found, f"if meant: python -m vq_core.kernels.golden turboquant_rvq {GOLDEN}"])
+@pytest.mark.parametrize(("bits", "table"), [("1+1", 8), ("2+2", 16), ("4+4", 256)])
+def test_constants_of_the_report(bits: str, table: int) -> None:
+    """Those of the state and the sums that fused attention looks up, float32, once however many caches there are."""
+    one = bound(f"bits={bits},rotation=haar", 64)
+    held = {id(a): a.nbytes for a in one.constants}
+    assert len(held) == len(one.constants) and one.state.sums.size == 4 ** int(bits[0])
+    assert sum(held.values()) - sum(a.nbytes for a in state_arrays(one.state)) == table * 4
+    caches = [PackedKVCache(method=f"turboquant_rvq:bits={bits},rotation=haar", residual=0) for _ in range(2)]
+    told = set()
+    for cache in caches:
+        x = mx.zeros((1, 1, 40, 64), mx.float16)
+        cache.update_and_fetch(x, x)
+        report = cache.report()
+        assert report.bytes.constants == sum({id(a): a.nbytes for a in report.constants}.values())
+        told |= {id(a) for a in report.constants}
+    assert told == {id(a) for a in caches[0].report().constants}

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import attrs
-import pytest
-
 from vq_core.kernels import Case, Kernel
-from vq_core.kernels.simulated import Simulated
-from vq_core.kernels.verify import Verdict, build_ahead, verify
+from vq_core.testing import Break, BrokenKernels
 from vq_turboquant.kernels import prod, rvq
 from vq_turboquant.kernels.vectors import name_of
 
@@ -19,37 +15,12 @@ HADAMARD = tuple(kernel for kernel in KERNELS if "signs" in kernel.inputs)
 HAAR = tuple(kernel for kernel in KERNELS if "turning" in kernel.inputs)
 CODED, CODED_BACK, SKETCH, SKETCH_BACK = PROD[:2], PROD_BACK[:2], PROD[2:], PROD_BACK[2:]
 
-
-def narrowed(kernel: Kernel, dtype: str = "float16") -> Kernel:
-    """With the configurations of one variant only: less to compile and to run."""
-    at = next(i for i, name in enumerate(kernel.inputs) if name in ("x", "scale"))
-
-    def cases() -> Iterator[Case]:
-        for case in kernel.cases():
-            if (name_of(case.inputs[at]), case.parameters.get("bits", 0)) in ((dtype, 3), (dtype, 0)):
-                yield case
-
-    return attrs.evolve(kernel, cases=cases)
-
-
-@attrs.frozen
-class Break:
-    """A wrong text: what it does, in which kernels, and what is put in the place of what."""
-
-    what: str
-    kernels: tuple[Kernel, ...]
-    old: str
-    new: str
-    contract: str = "off"
-    dtype: str = "float16"
-
-
 BREAKS = [
     Break("a boundary counted by what lies on it", RVQ + CODED, "> tables[0 + k]", ">= tables[0 + k]"),
     Break("a code from a scale that is not stored", RVQ + CODED, "step = float(half(step))", "step = step"),
     Break("a division by nothing", RVQ[:1] + CODED[1:], "usable ? vq_div(w, size) : 0.0f", "vq_div(w, size)"),
     Break("squares added in another order", SKETCH, "h = 16u; h > 0u; h >>= 1", "h = 1u; h < 32u; h <<= 1",
-          dtype="float32"),
+          among="float32"),
     Break("half of the squares left out", RVQ[:1] + SKETCH, "h = 16u; h > 0u", "h = 8u; h > 0u"),
     Break("the scale of another size", RVQ[1:] + SKETCH, "scale[row] = M(step)", "scale[row] = M(size)"),
     Break("the vector of another row", CODED[:1] + SKETCH, "x[row * D + i]", "x[(rows - 1u - row) * D + i]"),
@@ -94,45 +65,18 @@ BREAKS = [
 ]  # fmt: skip
 
 
-def broken(item: Break, kernel: Kernel) -> Kernel:
-    text = kernel.header + kernel.body
-    assert text.count(item.old) >= 1, f"{kernel.name} holds no {item.old!r}"
-    return attrs.evolve(
-        narrowed(kernel, item.dtype),
-        header=kernel.header.replace(item.old, item.new),
-        body=kernel.body.replace(item.old, item.new),
-    )
+class TestBroken(BrokenKernels):
+    """In the configurations of one variant, with contraction where none is named."""
 
+    kernels = KERNELS
+    breaks = BREAKS
+    configurations = 7
+    contracts = ("fast",)
 
-MADE = {f"{item.what}, {kernel.name}": (item, broken(item, kernel)) for item in BREAKS for kernel in item.kernels}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_together() -> None:
-    for contract in ("off", "fast"):
-        build_ahead([kernel for item, kernel in MADE.values() if item.contract == contract], contract)
-    build_ahead(map(narrowed, KERNELS), "fast")
-
-
-def judged(kernel: Kernel, contract: str) -> Verdict:
-    return verify("turboquant", kernel, "simulator", Simulated(0, contract))
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_unbroken_it_passes(kernel: Kernel) -> None:
-    """So that what fails below fails for its one change."""
-    verdict = judged(narrowed(kernel), "fast")
-    assert verdict.passed and verdict.configurations >= 7, verdict
-
-
-@pytest.mark.parametrize("what", MADE)
-def test_broken_it_fails(what: str) -> None:
-    item, kernel = MADE[what]
-    verdict = judged(kernel, item.contract)
-    assert not verdict.passed and not verdict.identical
-    assert "differs by" in verdict.first and verdict.differing > 0, verdict
-
-
-def test_every_kernel_is_broken_in_six_ways() -> None:
-    counts = {kernel.name: sum(kernel in item.kernels for item in BREAKS) for kernel in KERNELS}
-    assert all(count >= 6 for count in counts.values()), counts
+    def few(self, kernel: Kernel, among: str) -> Iterator[Case]:
+        """Of codes of three bits, or of none, and of one dtype."""
+        at = next(i for i, name in enumerate(kernel.inputs) if name in ("x", "scale"))
+        dtype = among or "float16"
+        for case in kernel.cases():
+            if (name_of(case.inputs[at]), case.parameters.get("bits", 0)) in ((dtype, 3), (dtype, 0)):
+                yield case

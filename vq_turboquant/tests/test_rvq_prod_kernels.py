@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -10,33 +11,25 @@ import pytest
 
 from vq_core.errors import UnsupportedShapeError
 from vq_core.kernels import Kernel
-from vq_core.kernels.growth import grows
-from vq_core.kernels.simulated import Simulated
-from vq_core.kernels.verify import build_ahead, verify
+from vq_core.testing import KernelParity
 from vq_turboquant.kernels import prod, rvq
 from vq_turboquant.kernels.cases import DIMS, DTYPES, FAMILIES
 from vq_turboquant.kernels.vectors import name_of
 from vq_turboquant.scale import unit_vectors
 
 KERNELS = (*rvq.KERNELS, *prod.KERNELS)
+GOLDEN = tuple((f"turboquant_{name}", Path(__file__).parent / f"golden_{name}") for name in ("rvq", "prod"))
 PACKERS = (*rvq.PACK.values(), *prod.PACK.values())
-by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 packers = pytest.mark.parametrize("kernel", PACKERS, ids=lambda kernel: kernel.name)
 
 
-@pytest.fixture(scope="module", params=["off", "fast"])
-def contract(request: pytest.FixtureRequest) -> str:
-    """Contraction of multiply and add; all variants of all kernels compiled in one unit."""
-    build_ahead(KERNELS, request.param)
-    return str(request.param)
+class TestParity(KernelParity):
+    """All configurations, with one order of lanes and threadgroups for each contraction."""
 
-
-@by_name
-def test_parity(contract: str, kernel: Kernel) -> None:
-    """All configurations, with one order of lanes and threadgroups for each setting of contraction."""
-    verdict = verify("turboquant", kernel, "simulator", Simulated(contract == "fast", contract))
-    assert verdict.passed and verdict.identical and verdict.max_difference == 0, verdict
-    assert verdict.configurations >= 84
+    kernels = KERNELS
+    configurations = 84
+    runs = (("off", 0, None), ("fast", 1, None))
+    golden = GOLDEN
 
 
 @packers
@@ -113,11 +106,6 @@ def test_no_tokens_are_fine(kernel: Kernel) -> None:
     x = case.inputs[0][:, :, :0]
     found = kernel(x, *case.inputs[1:], **{**case.parameters, "rows": 0, "backend": "simulator"})
     assert all(a.shape[2] == 0 for a in found)
-
-
-@by_name
-def test_the_text_does_not_grow(kernel: Kernel) -> None:
-    assert grows(kernel) == "" and len(kernel.variants) <= 24
 
 
 def test_no_array_of_codes_is_written() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import mlx.core as mx
 import numpy as np
@@ -121,6 +122,46 @@ def test_a_saved_cache_goes_on_with_its_artifact_and_with_no_other(model: Any, t
     )
     with pytest.raises(FormatError, match=r"packed with the artifact of SHA-256 .*put the file back"):
         vq_core.load_cache(saved)
+
+
+def test_a_saved_cache_goes_on_with_a_copy_of_its_artifact(model: Any, tmp_path: Path) -> None:
+    """In another process too: what is compared is what is in the file, not where it lies."""
+    loaded, tokenizer = model
+    path, copy, saved = tmp_path / "a.vqa", tmp_path / "b c" / "copy.vqa", tmp_path / "saved.vq"
+    path.write_bytes(FILE.read_bytes())
+    with compressed(loaded, method=f"vecinfer:{SETTINGS},artifact={path}", residual=32) as handle:
+        caches = handle.make_cache()
+        mx.eval(loaded(mx.array([tokenizer.encode(heldout_text()[:200])]), cache=caches))
+        vq_core.save_cache(saved, caches, model=handle)
+    copy.parent.mkdir()
+    path.rename(copy)
+    method = f"vecinfer:{SETTINGS},artifact={quote(str(copy))}"
+    with compressed(loaded, method=method, residual=32) as handle:
+        again = vq_core.load_cache(saved, model=handle)
+        for one, two in zip(caches, again, strict=True):
+            assert (
+                two.policy.keys.settings.artifact == str(copy) == unquote(two.report().keys.partition("artifact=")[2])
+            )
+            assert np.array_equal(np.array(one.decode()[0]), np.array(two.decode()[0]))
+        vq_core.save_cache(saved, again, model=handle)
+        assert len(vq_core.load_cache(saved, model=handle)) == 3
+    with (
+        compressed(loaded, method=method.replace("sub=8", "sub=8,codebooks=shared"), residual=16) as handle,
+        pytest.raises(FormatError, match="residual 32 in the file, 16 in the model") as caught,
+    ):
+        vq_core.load_cache(saved, model=handle)
+    assert "SHA-256" not in str(caught.value) and "keys" not in str(caught.value)
+    file = artifact.read(copy)
+    artifact.write(
+        path, artifact.Learnt(file.method, file.settings, file.model, {**file.learnt, "seed": 1}, file.entries)
+    )
+    with (
+        compressed(loaded, method=f"vecinfer:{SETTINGS},artifact={path}", residual=32) as handle,
+        pytest.raises(
+            FormatError, match=r"keys were packed with the artifact of SHA-256 .*, .*a\.vqa.* of the model is"
+        ),
+    ):
+        vq_core.load_cache(saved, model=handle)
 
 
 @pytest.mark.parametrize("side", ["keys", "values"])

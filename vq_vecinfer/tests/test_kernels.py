@@ -11,35 +11,22 @@ import numpy as np
 import pytest
 
 from vq_core.errors import UnsupportedShapeError
-from vq_core.kernels import Kernel
-from vq_core.kernels.golden import differences
-from vq_core.kernels.growth import grows
-from vq_core.kernels.simulated import Simulated
-from vq_core.kernels.verify import build_ahead, verify
-from vq_core.plugins.offered import offered_kernels
+from vq_core.testing import KernelParity
 from vq_vecinfer import method
-from vq_vecinfer.kernels import DEQUANTIZE, KERNELS, QUANTIZE
-from vq_vecinfer.kernels.cases import DIMS, FAMILIES, quantizing_cases
+from vq_vecinfer.kernels import DEQUANTIZE, KERNELS, QUANTIZE, QUANTIZE_KEYS, tokens_at_once
+from vq_vecinfer.kernels.cases import DIMS, FAMILIES, KEY_DIMS, key_cases, quantizing_cases
 from vq_vecinfer.kernels.reference import BITS, DTYPES, SUBS, state_of
 
 GOLDEN = Path(__file__).parent / "golden"
-by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 
 
-@pytest.fixture(scope="module", params=["off", "fast"])
-def contract(request: pytest.FixtureRequest) -> str:
-    """Contraction of multiply and add; all variants of both kernels compiled in one unit."""
-    build_ahead(KERNELS, request.param)
-    return str(request.param)
+class TestParity(KernelParity):
+    """All configurations with one order of lanes and threadgroups for each contraction, 24 with the other."""
 
-
-@by_name
-def test_parity(contract: str, kernel: Kernel) -> None:
-    """All configurations with one order of lanes and threadgroups for each setting, 24 with the other."""
-    for seed, limit in ((0, None), (1, 24)) if contract == "off" else ((1, None), (0, 24)):
-        verdict = verify("vecinfer", kernel, "simulator", Simulated(seed, contract), limit)
-        assert verdict.passed and verdict.identical and verdict.max_difference == 0, verdict
-        assert verdict.configurations >= (limit or 162)
+    kernels = KERNELS
+    configurations = 162
+    variants = 9
+    golden = (("vecinfer", GOLDEN),)
 
 
 def test_what_the_configurations_hold() -> None:
@@ -74,6 +61,70 @@ def test_what_the_configurations_hold() -> None:
     assert found["ties"] > 500 and found["nan: code 0"] > 500 and found["zeros: code 0"] > 500
     assert min(found["NaN"], found["infinity"], found["beyond the limit"]) > 100
     assert min(found["threadgroups that are not full"], found["several threadgroups"]) > 50
+
+
+def test_what_the_configurations_of_keys_hold() -> None:
+    """Every variant with each family; means and none; heads and rows of their own; spare tokens; what overflows."""
+    seen, found, dims = Counter[tuple[Any, ...]](), Counter[str](), set()
+    for case in key_cases():
+        x, inverse, mean, book, halves = case.inputs
+        family, (sub, bits) = case.name.split()[0], (case.parameters["sub"], case.parameters["bits"])
+        seen[family, str(x.dtype), sub, bits] += 1
+        B, H, n, D = x.shape
+        dims.add(D)
+        centred = case.parameters["centred"]
+        found["centred"] += centred
+        found["rows and heads"] += B > 1 and H > 1 and bool(centred)
+        found["a codebook each"] += book.shape[0] > 1
+        found["spare tokens"] += B * H * n % tokens_at_once(D // sub, bits) != 0
+        found["several threadgroups"] += B * H * n > tokens_at_once(D // sub, bits)
+        assert n * D // sub * bits % 32 == 0
+        y = method.hadamard(x.astype(mx.float32) * inverse[:, None])
+        found[f"{family}: no number"] += int((~(mx.abs(y) < mx.inf)).any(axis=-1).sum())
+        found[f"{family}: numbers"] += int((mx.abs(y) < mx.inf).all(axis=-1).sum())
+        found["beyond the limit"] += int(((mx.abs(y) > method.LIMIT) & ~mx.isinf(y)).sum())
+        state = state_of(book, halves, D, bits)
+        stored = y - mean[:, :, None] if centred else y
+        codes = np.array(method.nearest(state, stored))
+        found[f"{family}: code 0"] += int((codes == 0).sum())
+        found[f"{family}: others"] += int((codes > 0).sum())
+    assert len(seen) == len(FAMILIES) * len(DTYPES) * len(SUBS) * len(BITS) and set(seen.values()) == {1}
+    assert dims == set(KEY_DIMS) and dims <= set(method.HEAD_DIMS)
+    assert all(found[f"{family}: others"] > 500 for family in FAMILIES), found
+    assert min(found["nan: no number"], found["nan: numbers"], found["extreme: no number"]) > 30, found
+    assert found["beyond the limit"] > 100 and found["extreme: numbers"] > 30, found
+    assert min(found["centred"], found["a codebook each"], found["several threadgroups"]) > 40, found
+    assert min(found["rows and heads"], found["spare tokens"]) > 10, found
+
+
+def test_threadgroups_take_whole_words() -> None:
+    """Of every head size, all of whose tokens fit into the memory that the kernel has."""
+    for dim in method.HEAD_DIMS:
+        for sub in SUBS:
+            for bits in BITS:
+                tokens = tokens_at_once(dim // sub, bits)
+                assert tokens * (dim // sub) * bits % 32 == 0
+                assert tokens * dim <= 1024 and tokens * dim // sub <= 256, (dim, sub, bits)
+
+
+def test_what_the_kernel_of_keys_is_not_for_is_refused() -> None:
+    x, inverse, mean = mx.zeros((1, 2, 4, 64)), mx.zeros((2, 64)), mx.zeros((1, 2, 64))
+    book, halves = mx.zeros((1, 256, 4)), mx.zeros((1, 256))
+    for arrays, changes, said in (
+        ((x, inverse[:1], mean, book, halves), {}, r"inverse \(1, 64\) must be \(2, 64\)"),
+        ((x, inverse, inverse, book, halves), {}, r"mean \(2, 64\) must be \(1, 2, 64\)"),
+        ((mx.zeros((1, 2, 4, 72)), inverse, mean, book, halves), {}, "head size 72: accepted are 16, 32, 48"),
+        ((x, inverse, mean, book[:, :9], halves), {}, r"codebook \(1, 9, 4\) must be"),
+        ((x[:, :, :1, :4], inverse, mean, book, halves), {"bits": 10}, "fill no whole words"),
+    ):
+        with pytest.raises(UnsupportedShapeError, match=said):
+            QUANTIZE_KEYS(*arrays, **{"sub": 4, "bits": 8, "centred": 1, "backend": "simulator"} | changes)
+    for shape in ((0, 2, 4, 64), (1, 2, 0, 64)):
+        rows = mx.zeros((shape[0], 2, 64))
+        (codes,) = QUANTIZE_KEYS(
+            mx.zeros(shape), inverse, rows, book, halves, sub=4, bits=8, centred=1, backend="simulator"
+        )  # fmt: skip
+        assert codes.shape == (*shape[:2], shape[2] * 4)
 
 
 def test_what_a_kernel_is_not_for_is_refused() -> None:
@@ -112,19 +163,3 @@ def test_no_tokens_are_fine() -> None:
         (codes,) = QUANTIZE(mx.zeros(shape), book, halves, sub=4, bits=8, backend="simulator")
         (y,) = DEQUANTIZE(codes, book, sub=4, bits=8, head_dim=64, backend="simulator")
         assert codes.shape == (*shape[:2], shape[2] * 4) and y.shape == shape
-
-
-# ---- text
-
-
-@by_name
-def test_the_text_does_not_grow(kernel: Kernel) -> None:
-    assert grows(kernel) == "" and len(kernel.variants) <= 9
-
-
-def test_golden_text() -> None:
-    """Its kernels, and fused attention with itself for one shape."""
-    kernels = [one.kernel for one in offered_kernels("vecinfer", one_pass=True)[0]]
-    assert set(kernels) > set(KERNELS)
-    found = differences(kernels, GOLDEN)
-    assert not found, "\n".join([*found, f"if this is meant: python -m vq_core.kernels.golden vecinfer {GOLDEN}"])

@@ -104,10 +104,12 @@ def test_kernels_equal_their_references(kernel: Kernel) -> None:
 
 
 def test_what_a_kernel_is_not_for_is_refused() -> None:
-    x, book, halves = mx.zeros((1, 2, 32, 64)), mx.zeros((1, 256, 8)), mx.zeros((1, 256))
+    x, book, halves, inverse = mx.zeros((1, 2, 32, 64)), mx.zeros((1, 256, 8)), mx.zeros((1, 256)), mx.zeros((2, 64))
     for arrays, said in (
-        ((x[:, :, :31], book, halves), "n a multiple of 32"), ((x[..., :40], book, halves), "D one of 32"),
-        ((x, book[:, :255], halves), r"must be \(1 or 8, 256, 8\)"), ((x, book, halves[:, :9]), "halves"),
+        ((x[:, :, :31], inverse, book, halves), "n a multiple of 32"), ((x, inverse[:1], book, halves), "inverse"),
+        ((x[..., :40], inverse, book, halves), "D one of 64, 96, 128, 192, 256"),
+        ((x, inverse, book[:, :255], halves), r"must be \(1 or 8, 256, 8\)"),
+        ((x, inverse, book, halves[:, :9]), "halves"),
     ):  # fmt: skip
         with pytest.raises(UnsupportedShapeError, match=said):
             PACK["keys"](*arrays, backend="simulator")
@@ -126,9 +128,10 @@ def test_what_a_kernel_is_not_for_is_refused() -> None:
 
 KERNEL_BREAKS: dict[str, list[tuple[str, str]]] = {
     "keys": [
-        ("16u * (r >> 3 & 1u)", "16u * (r >> 2 & 1u)"), ("(r >> 4 & 7u)", "(r >> 4 & 3u)"), ("(r & 3u)", "(r & 1u)"),
-        ("? 0u : place", "? 0u : place / 2u"), ("finite ? code : 0u", "code"), ("<< (8u * i)", "<< (24u - 8u * i)"),
-        ("sum > best", "sum >= best"),
+        ("(r * 8u + (row & 7u))", "(r * 4u + (row & 7u))"), ("(row / 8u & 3u)", "(row / 16u & 3u)"),
+        ("row / 32u * D", "row / 64u * D"), ("books == 1u ? 0u : own % M", "0u * M"),
+        ("finite ? code : 0u", "code"), ("<< (8u * i)", "<< (24u - 8u * i)"), ("sum > best", "sum >= best"),
+        ("row / n % heads * D", "0u * n"), ("lane, false)", "lane, true)"), ("row < rows", "row < rows - 1u"),
     ],
     "values": [
         ("2u * (r >> 4 & 3u)", "2u * (r >> 5 & 3u)"), ("8u * (r >> 1 & 1u)", "8u * (r & 1u)"),

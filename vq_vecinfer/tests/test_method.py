@@ -287,6 +287,8 @@ def test_head_sizes_without_a_transform_are_refused(dim: int) -> None:
     for side in SIDES:
         with pytest.raises(UnsupportedShapeError, match=f"head size {dim} .*accepted are 16, 32, 48, 64, 80"):
             method.vq_calibrate(context(side, dim=dim), VecInferSettings(), given(normal(2, 8, dim)))
+        with pytest.raises(UnsupportedShapeError, match=f"head size {dim} .*accepted are 16, 32, 48, 64, 80"):
+            binding.bind("vecinfer", context(side, dim=dim))  # and no artifact is asked for
 
 
 def test_every_head_size_that_is_accepted_has_a_transform() -> None:

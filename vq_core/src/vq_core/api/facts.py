@@ -51,6 +51,19 @@ class Capabilities:
     needs_calibration: bool = False
     gaussian_error: Callable[[Any, int], float] | None = None
 
+    @property
+    def sizes(self) -> str:
+        """The head sizes as text, three and more neighbours as one: 1 to 512, 640."""
+        if self.head_dims is None:
+            return "every size"
+        runs: list[list[int]] = []
+        for size in sorted(self.head_dims):
+            if runs and size == runs[-1][-1] + 1:
+                runs[-1].append(size)
+            else:
+                runs.append([size])
+        return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
 
 @attrs.frozen
 class MethodFacts:

@@ -96,12 +96,12 @@ class Layout:
                     f"{field.axis} of {field.shape} with pages of {self.page} tokens"
                 )
 
-    @property
+    @cached_property
     def paged(self) -> tuple[Field, ...]:
         """Fields that hold one row a page."""
         return tuple(f for f in self.fields if f.axis is not None)
 
-    @property
+    @cached_property
     def sequence(self) -> tuple[Field, ...]:
         """Fields that hold one row a sequence."""
         return tuple(f for f in self.fields if f.axis is None)
@@ -110,6 +110,11 @@ class Layout:
     def widens(self) -> bool:
         """Whether a field may take a wider dtype."""
         return any(f.wide is not None for f in self.fields)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Field, int, int], ...]:
+        """Of each paged field in rows (B, H, ...): itself, its token axis, its length there for a page."""
+        return tuple((f, f.axis + 2, f.shape[f.axis]) for f in self.fields if f.axis is not None)
 
     def units(self, field: Field, tokens: int) -> int:
         """Length along the token axis of ``field`` that ``tokens`` (whole blocks) take."""

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from vq_core.attention.choice import name_of
 from vq_core.attention.masks import LOWEST, Mask
-from vq_core.attention.view import CacheView, SideView
+from vq_core.attention.view import CacheView, Parts, SideView
 from vq_core.kernels import backends
 from vq_core.kernels.kernel import Kernel, Prepared, number_array
 from vq_core.kernels.rules import TINY
@@ -83,6 +83,22 @@ class Step:
         if self.fresh:
             assert view.keys.window is not None
             view.keys.window.settle(found[2], found[3])
+        return self._merged(found, queries, sinks)
+
+    def joining(self, window: Any, parts: Parts, queries: mx.array, stored: Sequence[mx.array]) -> mx.array:
+        """The same where new tokens join the window, which becomes the joined one: with its parts at hand."""
+        old_k, new_k, old_v, new_v = parts
+        first_k = old_k if window.sink_keys is None else window.sink_keys
+        first_v = old_v if window.sink_values is None else window.sink_values
+        given = self._asked(queries)
+        given += (self.facts, old_k, old_v, first_k, first_v)
+        given += stored
+        given += (new_k, new_v)
+        found = self.run.at_once(given)
+        window.settle(found[2], found[3])
+        return self._merged(found, queries, None)
+
+    def _merged(self, found: Sequence[mx.array], queries: mx.array, sinks: mx.array | None) -> mx.array:
         logits = NO_LOGITS if sinks is None else sinks if sinks.dtype == mx.float32 else sinks.astype(mx.float32)
         signs = [] if self.back is None else [self.back]
         outs = self.merge.at_once([found[0], found[1], logits, *signs])
@@ -107,11 +123,7 @@ class Step:
         parts = keys.window.parts() if self.fresh and keys.window is not None else None
         exact_k, new_k, exact_v, new_v = (None,) * 4 if parts is None else parts
         exact_k, exact_v = _window(keys, exact_k), _window(values, exact_v)
-        given = [queries if self.queries is None else queries.astype(self.queries)]
-        if self.turn is not None:
-            given += self.turn[0]((queries, self.turn[1]))
-        elif self.prepare is not None:
-            given.append(self.prepare(queries.astype(mx.float32)))
+        given = self._asked(queries)
         given.append(self.facts)
         if self.masked:
             given.append(NOTHING if mask is None else mask)
@@ -119,6 +131,15 @@ class Step:
         given += self.stored(view) if stored is None else stored
         if self.joins:
             given += (exact_k if new_k is None else new_k, exact_v if new_v is None else new_v)
+        return given
+
+    def _asked(self, queries: mx.array) -> list[mx.array]:
+        """Queries as the pass takes them, in each basis that it needs."""
+        given = [queries if self.queries is None else queries.astype(self.queries)]
+        if self.turn is not None:
+            given += self.turn[0].at_once([queries, self.turn[1]])
+        elif self.prepare is not None:
+            given.append(self.prepare(queries.astype(mx.float32)))
         return given
 
     def stored(self, view: CacheView) -> list[mx.array]:

@@ -19,7 +19,7 @@ from vq_core.attention import view as views
 from vq_core.attention.choice import Fit, field_dtypes, fit, not_served, proven
 from vq_core.attention.fused import Step, additive, fresh_of, kernel_step, matrix_step, rows_at_once
 from vq_core.attention.masks import Mask, apply, read_mask
-from vq_core.attention.prefill import attend_scratch, why_tiles
+from vq_core.attention.prefill import attend_scratch, begin, why_tiles
 from vq_core.attention.ready import Ready, keep
 from vq_core.attention.ready import kind as known
 from vq_core.attention.sides import compute_dtype
@@ -73,9 +73,9 @@ def attend(
     """
     fresh = fresh_of(view)
     steady = None if trying else view.steady
-    ready = None if steady is None else steady.ready
-    if ready is not None:
-        step = ready.step(view, queries, scale, mask, sinks, tier, fresh)
+    ready: Ready | None = None if steady is None else steady.ready
+    if ready is not None and ready.like(queries, scale, mask, sinks, tier, fresh, view.length):
+        step = ready.kind.step(view)
         if step is not None:
             return step(view, queries, sinks, None, ready.stored)
     key = None if trying else _key(view, queries, scale, mask, sinks, tier, fresh)
@@ -85,7 +85,8 @@ def attend(
         if step is not None:
             if steady is not None and sinks is None:
                 steady.ready = Ready(
-                    kind, tier, scale, mask, queries.shape, queries.dtype, fresh, step.stored(view)  # type: ignore[arg-type]
+                    kind, tier, scale, mask, queries.shape, queries.dtype, fresh,  # type: ignore[arg-type]
+                    step.stored(view), (0,) * view.rows,
                 )  # fmt: skip
             return step(view, queries, sinks)
     _check(view, queries, sinks, tier)
@@ -96,6 +97,8 @@ def attend(
         q = queries.astype(view.keys.exact.dtype)
         stock = mask if checked.array is None else checked.array.flatten(1, 2)
         out = stock_attention(q, view.keys.exact, view.values.exact, scale=scale, mask=stock, sinks=sinks)
+        if L > STEP_QUERIES and view.keys.bound.backend not in (None, "simulator"):
+            begin(out)
         return out.astype(queries.dtype)
     if tier in ("auto", "matrix", "kernel") and max(view.packed):
         done = _by_kernels(view, queries, scale, checked, sinks, tier, fallback, trying)
@@ -133,6 +136,8 @@ def _key(
     if not (mask is None or isinstance(mask, str)) or not isinstance(scale, (float, int)):
         return None
     if not isinstance(queries, mx.array) or not (sinks is None or isinstance(sinks, mx.array)):
+        return None
+    if queries.ndim != 4 or queries.shape[2] > STEP_QUERIES:
         return None
     told = None if sinks is None else (sinks.shape, sinks.dtype)
     return (

@@ -57,22 +57,39 @@ def attend_scratch(
 
     assert found.dense is not None
     # Not before this layer's queries are there: MLX would decode many layers first.
-    keys, values = (
-        _dense(view, side, kernel, known, found, q)
-        for side, kernel, known in zip((view.keys, view.values), found.dense, found.sides, strict=True)
-    )
+    keys = _dense(view, view.keys, found.dense[0], found.sides[0], found, q)
+    values = _dense(view, view.values, found.dense[1], found.sides[1], found, q)
     given = "causal" if mask.causal else None if mask.array is None else mask.array.flatten(1, 2)
     out: mx.array = stock_attention(q.astype(keys.dtype), keys, values, scale=scale, mask=given, sinks=sinks)
+    begin(out)
     return out
+
+
+def begin(out: mx.array) -> None:
+    """Let the device start while Python describes the next layers, which for packed caches takes it longer.
+
+    Waits for nothing. Within a transformation, where nothing may be evaluated, nothing starts.
+    """
+    try:
+        mx.async_eval(out)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        if "graph transformation" not in str(error):
+            raise
 
 
 def _dense(view: CacheView, side: SideView, kernel: Kernel, known: Side, found: Fit, after: mx.array) -> mx.array:
     fields = field_arrays(side, known)
     fields = mx.depends(fields, [after]) if fields else fields
     exact, first = exact_arrays(side)
+    if side.sinks is None:
+        first = _NONE[exact.dtype]  # the window itself, which else stands for them, might be copied once more
     regular = side.pages.table is None
     y: mx.array = kernel(
         facts_of(view), exact, first, table_of(side, view.rows, regular), *fields, backend=found.backend,
         length=view.length, regular=int(regular), depth=side.pages.depth, before=view.length - min(view.lengths),
     )[0]  # fmt: skip
     return y
+
+
+_NONE = {dtype: mx.array([[[[0.0]] * 8]], dtype) for dtype in (mx.float16, mx.bfloat16, mx.float32)}
+"""First tokens where there are none, (1, 1, 8, 1)."""

@@ -6,7 +6,7 @@ Layers of one kind share a step, for all that it depends on is the same; what is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import mlx.core as mx
@@ -15,6 +15,16 @@ from vq_core.attention.fused import Step, exact_splits
 from vq_core.attention.view import CacheView
 
 MOST_KINDS = 256
+
+
+class Reading(Protocol):
+    """A reading that is not made yet."""
+
+    window: Any
+
+    @property
+    def view(self) -> CacheView:
+        """It, made now."""
 
 
 @attrs.define(eq=False)
@@ -78,22 +88,39 @@ class Ready:
     dtype: mx.Dtype
     fresh: int
     stored: Sequence[mx.array]
+    hidden: tuple[int, ...]
 
-    def step(
-        self, view: CacheView, queries: Any, scale: Any, mask: Any, sinks: Any, tier: str, fresh: int
-    ) -> Step | None:
-        """The step, if the call is like the last one."""
-        if (
-            sinks is not None
-            or mask is not self.mask
-            or tier != self.tier
-            or fresh != self.fresh
-            or not isinstance(scale, float)
-            or scale != self.scale
-            or not isinstance(queries, mx.array)
-            or queries.shape != self.shape
-            or queries.dtype != self.dtype
-            or self.shape[2] > view.length  # of which a causal mask is refused
-        ):
+    def like(self, queries: Any, scale: Any, mask: Any, sinks: Any, tier: str, fresh: int, length: int) -> bool:
+        """Whether a call is like the last one, but for the exact tokens."""
+        return (
+            sinks is None
+            and mask is self.mask
+            and tier == self.tier
+            and fresh == self.fresh
+            and isinstance(scale, float)
+            and scale == self.scale
+            and isinstance(queries, mx.array)
+            and queries.shape == self.shape
+            and queries.dtype == self.dtype
+            and self.shape[2] <= length  # of more a causal mask is refused
+        )
+
+    def joining(
+        self, reading: Reading, exact: tuple[int, ...], length: int, queries: Any, scale: Any, mask: Any, sinks: Any,
+        tier: str,
+    ) -> mx.array | None:  # fmt: skip
+        """Attention that joins new tokens to the window; ``None`` where the call is not like the last one.
+
+        Args:
+            reading: Of rows of one length, none of whose tokens are hidden.
+            exact: Exact tokens of each row.
+            length: T.
+        """
+        window = reading.window
+        parts = window.parts()
+        if parts is None or not self.like(queries, scale, mask, sinks, tier, parts[1].shape[2], length):
             return None
-        return self.kind.step(view)
+        step: Step | None = self.kind.last[1]
+        if self.kind.last[0] != (exact, self.hidden, length):
+            step = self.kind.step(reading.view)
+        return None if step is None or not step.joins else step.joining(window, parts, queries, self.stored)

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from vq_core.api.settings import parse_choice
 from vq_core.bench import gpu_time
 from vq_core.bench.attention_arms import Arm, Dense, Item, Packed, Quantized, Shape, build_pool, relative_error
 from vq_core.bench.busy import Machine, look
@@ -21,7 +22,7 @@ from vq_core.bench.filling import CHUNK
 from vq_core.bench.gpu_time import KernelTimes
 from vq_core.bench.inputs import noise
 from vq_core.cache.policy import ATTENTION, LayerPolicy
-from vq_core.calibration.stand_in import completed
+from vq_core.calibration.stand_in import SAID, completed
 from vq_core.errors import SettingsError, VQError
 from vq_core.evaluate.arms import paired
 from vq_core.hosts.mlx_lm import rivals
@@ -141,7 +142,7 @@ def _arms(wanted: Wanted, shape: Shape, left_out: list[dict[str, Any]]) -> list[
     ours: list[Arm] = []
     bits: dict[int, None] = {}
     for text, policy, named in wanted.policies():
-        arm = Packed(shape, policy, text)
+        arm = Packed(shape, policy, text, SAID if _learnt_here(text, policy) else "")
         reason = _tried(arm, shape, wanted, named)
         if reason:
             left_out.append({"tokens": shape.tokens, "arm": arm.name, "reason": reason})
@@ -160,6 +161,11 @@ def _arms(wanted: Wanted, shape: Shape, left_out: list[dict[str, Any]]) -> list[
 def _whole(bits: Any) -> int | None:
     """A width that mlx-lm's quantized cache may have; ``None`` for what is no whole number of bits."""
     return int(bits) if isinstance(bits, (int, float)) and bits == int(bits) else None
+
+
+def _learnt_here(text: str, policy: LayerPolicy) -> bool:
+    """Whether a method's file is none that the text names."""
+    return bool(getattr(policy.keys.settings, "artifact", "")) and "artifact" not in dict(parse_choice(text).options)
 
 
 def _tried(arm: Packed, shape: Shape, wanted: Wanted, named: bool) -> str:

@@ -176,6 +176,7 @@ class Packed:
     shape: Shape
     policy: LayerPolicy
     method: str
+    stand_in: str = ""
     kind: str = "vq"
     _caches: dict[int, PackedKVCache] = attrs.field(factory=dict)
 
@@ -209,7 +210,8 @@ class Packed:
         """The cache's own report."""
         report = self._caches[0].report()
         packed = report.bytes.codes + report.bytes.metadata
-        return {
+        told = {"stand_in": self.stand_in} if self.stand_in else {}
+        return told | {
             "kind": self.kind,
             "method": self.policy.keys.text,
             "values": self.policy.values.text,

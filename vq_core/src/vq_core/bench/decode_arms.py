@@ -13,8 +13,9 @@ from vq_core.bench.filling import CHUNK, chunks
 from vq_core.bench.geometry import Geometry
 from vq_core.cache.policy import LayerPolicy
 from vq_core.cache.shell import PackedKVCache
+from vq_core.calibration.stand_in import SAID, completed
 from vq_core.errors import VQError
-from vq_core.hosts.mlx_lm import compress, rivals
+from vq_core.hosts.mlx_lm import compress, identity, rivals
 from vq_core.hosts.mlx_lm.prepare import CompressedModel
 from vq_core.hosts.mlx_lm.report import held_bytes
 
@@ -28,12 +29,14 @@ class Arm:
         kind: ``"plain"``, ``"mlx-lm quantized"`` or ``"vq"``.
         make: Fresh caches, one a layer.
         handle: Of the model, for ours.
+        stand_in: What its learnt constants come from, where they are no model's.
     """
 
     name: str
     kind: str
     make: Callable[[], list[Any]]
     handle: CompressedModel | None = None
+    stand_in: str = ""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -54,6 +57,7 @@ class Arm:
         if not reports:
             return found
         first = reports[0]
+        found |= {"stand_in": self.stand_in} if self.stand_in else {}
         return found | {
             "method": first.keys,
             "attention": first.attention,
@@ -79,6 +83,7 @@ def make_arms(
     arms = [Arm(f"mlx-lm {dtype}", "plain", lambda: rivals.plain_caches(model))]
     bits: dict[int, None] = {}
     ours: list[Arm] = []
+    whose = identity(model)
     for text in dict.fromkeys(methods):
         width = getattr(LayerPolicy.make(method=text).keys.settings, "bits", None)
         refused = rivals.quantized_refuses(width, geometry.head_dim)
@@ -86,10 +91,11 @@ def make_arms(
             left_out.append({"arm": f"mlx-lm quantized, as {text}", "reason": refused})
         elif width is not None:
             bits[width] = None
+        whole = completed(text, [(geometry.kv_heads, geometry.head_dim)], model=whose, layers=geometry.layers)
         for tier in dict.fromkeys(tiers):
-            handle = compress(model, method=text, residual=residual, attention=tier)  # type: ignore[arg-type]
+            handle = compress(model, method=whole, residual=residual, attention=tier)  # type: ignore[arg-type]
             handle.undo()
-            ours.append(Arm(f"{text} [{tier}]", "vq", handle.fresh, handle))
+            ours.append(Arm(f"{text} [{tier}]", "vq", handle.fresh, handle, "" if whole == text else SAID))
     for width in bits:
         arm = Arm(
             f"mlx-lm quantized {width} bits", "mlx-lm quantized",

@@ -9,9 +9,9 @@ import attrs
 import mlx.core as mx
 
 from vq_core.attention.view import CacheView, SideView, decode_depths
-from vq_core.cache.steady import Steady, room
+from vq_core.cache.steady import Coming, Steady, room
 from vq_core.cache.store import PageStore
-from vq_core.cache.window import Window, owned
+from vq_core.cache.window import Joined, Window, owned
 from vq_core.errors import CacheStateError
 from vq_core.plugins.binding import BoundSide
 
@@ -86,14 +86,14 @@ class History:
 
     # ---- growing
 
-    def step(self, keys: mx.array, values: mx.array) -> tuple[Window, CacheView] | None:
-        """What :meth:`update` would make of this history where it would only append, as in most decode steps.
+    def step(self, keys: mx.array, values: mx.array) -> tuple[History, Coming] | None:
+        """What :meth:`update` would make of this history where it would only append; this one stays as it is.
 
-        Nothing here takes longer for more packed tokens.
+        Most decode steps are of this kind. Nothing here takes longer for more packed tokens.
 
         Returns:
-            The window for :meth:`stepped`, and the reading; ``None`` where tokens would be packed or dropped, and for
-            keys and values that are not like the last ones, which may be what is refused.
+            The history after it and the reading; ``None`` where tokens would be packed or dropped, and for keys and
+            values that are not like the last ones, which may be what is refused.
         """
         steady, window = self._steady, self.window
         if (
@@ -107,28 +107,21 @@ class History:
         ):
             return None
         length = steady.length
-        first = window.counts[0] + length
-        if first > steady.most:
+        if window.counts[0] + length > steady.most:
             return None
-        grown = window.grown(keys, values, length)
-        return grown, self._reading(steady, grown, length)
-
-    def stepped(self, window: Window, length: int) -> History:
-        """The history after a step; this one stays as it is."""
         new = History.__new__(History)
         new.__dict__.update(self.__dict__)
-        new.window, new._queries = window, length
-        return new
+        new.window, new._queries = window.grown(keys, values, length), length
+        return new, Coming(new._reading, steady, new.window, length, self.sliding is None)
 
-    def _reading(self, steady: Steady, window: Window, queries: int) -> CacheView:
+    def _reading(self, steady: Steady, queries: int) -> CacheView:
         """The view of all tokens; of a sliding window those that the newest ``queries`` attend to together."""
-        bound = self.bound
+        window, bound = self.window, self.bound
         columns = steady.columns + window.counts[0]
         hidden: tuple[int, ...] = ()
         if self.sliding is not None:
-            more = window.counts[0] - self.window.counts[0]
-            shown = self._shown([n + more for n in self.lengths], queries)
-            hidden = tuple([n + more - m for n, m in zip(self.held, shown, strict=True)])
+            shown = self._shown(self.lengths, queries)
+            hidden = tuple([n - m for n, m in zip(self.held, shown, strict=True)])
             columns = max(shown)
         return CacheView(
             SideView(bound["keys"], steady.keys, None, window.sink_keys, window),
@@ -168,7 +161,7 @@ class History:
     def _append(self, keys: mx.array, values: mx.array) -> CacheView:
         window, length = self.window, keys.shape[2]
         joined = window.joined(keys, values)
-        width, before = joined[0].shape[2], self.lengths
+        width, before = joined[0].width, self.lengths
         shown = self._shown([t + length for t in before], length)
         counts = [n + length for n in window.counts]
         goal = [
@@ -176,7 +169,7 @@ class History:
             for n, t, d in zip(self.packed, before, self.dropped, strict=True)
         ]
         if goal == self.packed:
-            window.keys, window.values = joined
+            window.keys, window.values = (x.whole() for x in joined)
             window.counts = counts
             return self.view(shown)
         # For attention: what was packed by now of the tokens before this chunk.
@@ -191,14 +184,14 @@ class History:
         window.counts = [n - t for n, t in zip(counts, taken, strict=True)]
         window.approximate = [max(0, a - n) for a, n in zip(window.approximate, packing, strict=True)]
         kept = max(window.counts)
-        window.keys, window.values = (owned(x, width - kept, width) for x in joined)
+        window.keys, window.values = (x.owned(width - kept, width) for x in joined)
         self.window, self.stores = window, draft.stores
         if seen == self.packed:
             return self.view(shown)
         exact = [t + length - d - s - n for t, d, s, n in zip(before, self.dropped, window.sinks, seen, strict=True)]
         widest = max(exact)
         # Nothing of the cache stays lazy behind an attention that is done: lazy arrays belong to one thread.
-        recent, values = mx.depends([x[:, :, width - widest :] for x in joined], self.arrays())
+        recent, values = mx.depends([x.cut(width - widest, width) for x in joined], self.arrays())
         return self._view(seen, exact, recent, values, shown)
 
     def _shown(self, lengths: Sequence[int], queries: int = 1) -> list[int]:
@@ -227,9 +220,9 @@ class History:
             store.drop(gone)
         return True
 
-    def _flush(self, joined: tuple[mx.array, mx.array], counts: Sequence[int], goal: Sequence[int]) -> list[int]:
+    def _flush(self, joined: tuple[Joined, Joined], counts: Sequence[int], goal: Sequence[int]) -> list[int]:
         """Pack rows up to ``goal``; returns how many tokens left the window, row by row."""
-        width, taken = joined[0].shape[2], [0] * self.rows
+        width, taken = joined[0].width, [0] * self.rows
         groups: dict[tuple[int, ...], list[int]] = {}
         for row, (count, have, want) in enumerate(zip(counts, self.packed, goal, strict=True)):
             if want > have:
@@ -238,17 +231,25 @@ class History:
                 before = self.dropped[row] + have
                 groups.setdefault((width - count, want - have, int(before == 0), before, *fills), []).append(row)
         for (start, n, first, before, *_), rows in groups.items():
-            data = joined if len(rows) == self.rows else tuple(mx.take(x, mx.array(rows), axis=0) for x in joined)
             if first and self.sinks:
-                self.window.keep_sinks(rows, *(x[:, :, start : start + self.sinks] for x in data))
+                self.window.keep_sinks(rows, *self._of(rows, joined, start, start + self.sinks))
                 start += self.sinks
             positions = mx.arange(self.sinks + before, self.sinks + before + n, dtype=mx.int32)
             positions = mx.broadcast_to(positions, (len(rows), n))
+            data = self._of(rows, joined, start, start + n)
             for (side, store), x in zip(self.stores.items(), data, strict=True):
-                self._write(side, store, rows, x[:, :, start : start + n], positions, bool(first))
+                self._write(side, store, rows, x, positions, bool(first))
             for row in rows:
                 taken[row] = n + (self.sinks if first else 0)
         return taken
+
+    def _of(self, rows: list[int], joined: tuple[Joined, Joined], begin: int, end: int) -> list[mx.array]:
+        """Tokens ``begin`` to ``end`` of some rows, both sides."""
+        parts = [x.cut(begin, end) for x in joined]
+        if len(rows) == self.rows:
+            return parts
+        pick = mx.array(rows, mx.int32)
+        return [mx.take(x, pick, axis=0) for x in parts]
 
     def _write(
         self, side: str, store: PageStore, rows: list[int], x: mx.array, positions: mx.array, first: bool
@@ -366,7 +367,7 @@ class History:
     def view(self, shown: Sequence[int] | None = None) -> CacheView:
         """All tokens as they are stored; of a sliding window those that the newest token attends to, or ``shown``."""
         if shown is None and self._steady is not None:
-            return self._reading(self._steady, self.window, 1)
+            return self._reading(self._steady, 1)
         assert self.window.keys is not None and self.window.values is not None
         shown = self._shown(self.lengths) if shown is None else shown
         return self._view(self.packed, self.window.counts, self.window.keys, self.window.values, shown)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import attrs
 
 from vq_core.api.facts import SIDES
+from vq_core.calibration.artifact import plain_settings
 from vq_core.errors import SettingsError
 from vq_core.plugins.choice import SideChoice, choose
 from vq_core.plugins.registry import resolve
@@ -82,6 +83,11 @@ class LayerPolicy:
         return cls(chosen["keys"], chosen["values"], **rest)
 
     @property
+    def but_for_files(self) -> LayerPolicy:
+        """The policy without the names of files of learnt constants, which are compared by what is in them."""
+        return attrs.evolve(self, keys=_but_for_file(self.keys), values=_but_for_file(self.values))
+
+    @property
     def text(self) -> dict[str, Any]:
         """Keyword arguments that make this policy again on any machine; plain text and numbers.
 
@@ -91,6 +97,13 @@ class LayerPolicy:
         if self.attention in ON_DEVICES:
             named["attention"] = "auto"
         return {"keys": self.keys.text, "values": self.values.text} | named
+
+
+def _but_for_file(choice: SideChoice) -> SideChoice:
+    facts = resolve(choice.label).facts
+    if facts is None or not facts.capabilities.needs_calibration:
+        return choice
+    return attrs.evolve(choice, settings=plain_settings(choice.settings))
 
 
 @attrs.frozen

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from vq_core.cache.history import History
+from vq_core.cache.policy import LayerPolicy
 from vq_core.errors import CacheStateError, SettingsError
 
 
-def joined(parts: Sequence[tuple[Any, History | None]]) -> History | None:
+def joined(parts: Sequence[tuple[tuple[LayerPolicy, int | None], History | None]]) -> History | None:
     """One history of the rows of several, in order; ``None`` where none of them is bound.
 
     Args:
@@ -19,7 +19,7 @@ def joined(parts: Sequence[tuple[Any, History | None]]) -> History | None:
         SettingsError: caches of different policies, windows or shapes.
         CacheStateError: an empty cache among others.
     """
-    if any(made_by != parts[0][0] for made_by, _ in parts):
+    if len({(policy.but_for_files, window) for (policy, window), _ in parts}) > 1:
         raise SettingsError("join needs caches of one policy; these differ in method, settings or window")
     histories = [history for _, history in parts if history is not None]
     if not histories:
@@ -29,7 +29,7 @@ def joined(parts: Sequence[tuple[Any, History | None]]) -> History | None:
     if len({(h.bound["keys"].ctx, h.bound["values"].ctx) for h in histories}) > 1:
         raise SettingsError("join needs caches of one shape and dtype (and of one layer, if a method differs by layer)")
     if len({(h.bound["keys"].artifact, h.bound["values"].artifact) for h in histories}) > 1:
-        raise SettingsError("join needs caches packed with one artifact; the file has changed since one of them began")
+        raise SettingsError("join needs caches packed with one artifact; the files of these differ in content")
     if len({tuple(h.bound[side].layout for side in ("keys", "values")) for h in histories}) > 1:
         raise SettingsError("join needs caches that hold their pages in one order: all in device form, or none")
     return histories[0].join(histories[1:])

@@ -19,7 +19,7 @@ from vq_core.cache.report import LayerReport, describe
 from vq_core.cache.rows import joined
 from vq_core.cache.shapes import DTYPES, check_pair, shape_of
 from vq_core.cache.sides import bind_sides
-from vq_core.cache.tagged import ReadCount, Strictness, tag
+from vq_core.cache.tagged import Coming, ReadCount, Strictness, tag
 from vq_core.cache.trimming import check_cut, methods_trim
 from vq_core.errors import CacheStateError, SettingsError, UnsupportedShapeError
 
@@ -150,19 +150,14 @@ class PackedKVCache:
             UnsupportedShapeError: shapes or dtypes that do not fit each other or the cache; nothing has changed.
         """
         # All on a window or a history apart and one assignment: what fails or is interrupted has not happened.
-        history, policy, grown = self._history, self.policy, None
-        made = None if history is None else history.step(keys, values)
+        history, policy = self._history, self.policy
+        made: tuple[History, CacheView | Coming] | None = None if history is None else history.step(keys, values)
         if made is None:
-            history = self._draft(keys, values)
-            view = history.update(keys, values)
-        else:
-            grown, view = made
-        length = keys.shape[2]
-        known = self._strict_lengths is None or length in self._strict_lengths
-        tags = tag(view, policy.attention, self.reads, known and self._strict, policy.fallback)
-        if history is not None and grown is not None:
-            history = history.stepped(grown, length)
-        self._history = history
+            draft = self._draft(keys, values)
+            made = draft, draft.update(keys, values)
+        known = self._strict_lengths is None or keys.shape[2] in self._strict_lengths
+        tags = tag(made[1], policy.attention, self.reads, known and self._strict, policy.fallback)
+        self._history = made[0]
         self.reads.updates += 1
         return tags
 

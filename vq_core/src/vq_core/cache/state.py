@@ -22,6 +22,7 @@ from vq_core.api.layout import Layout
 from vq_core.api.settings import parse_choice
 from vq_core.cache.policy import LayerPolicy
 from vq_core.cache.state_checks import check_arrays, check_dropped, check_store, check_window
+from vq_core.calibration import artifact
 from vq_core.errors import FormatError, SettingsError, VQError
 from vq_core.files import jsontext
 from vq_core.files.jsontext import shown
@@ -256,6 +257,7 @@ def _rebuild(cache: PackedKVCache, description: dict[str, Any], arrays: Mapping[
     named = description.get("arrays", [])
     if sorted(named) != sorted(arrays):
         raise FormatError(f"the state of a PackedKVCache names {shown(named)} arrays and has {shown(list(arrays))}")
+    description = _at_hand(description)
     cache._setup(
         policy_of(description), description["layer"], rope, description["model"], sliding=description["sliding"]
     )
@@ -305,12 +307,40 @@ def _rebuild(cache: PackedKVCache, description: dict[str, Any], arrays: Mapping[
             store.paged = reorder(mine, bound, store.paged, to_device=True)
 
 
+WAY_OUT = (
+    "put the file back that was there when they were packed, wherever it lies: compress the model with it (artifact=) "
+    "before the cache is loaded; or make the cache again"
+)
+
+
+def _at_hand(description: dict[str, Any]) -> dict[str, Any]:
+    """The description with files of learnt constants named where they lie now; a file is known by its content."""
+    policy = dict(description["policy"])
+    for side in SIDES:
+        digest = description["methods"][side].get(ARTIFACT)
+        if not digest:
+            continue
+        path = dict(parse_choice(policy[side]).options).get(artifact.SETTING, "")
+        try:
+            if artifact.read(path).digest == digest:
+                continue
+            said = ""
+        except FormatError as error:
+            said = str(error).removesuffix(artifact.HINT)
+        place = artifact.with_digest(digest)
+        if place is not None:
+            policy[side] = artifact.elsewhere(policy[side], place)
+        elif said:
+            raise FormatError(f"the {side} were packed with the artifact of SHA-256 {shown(digest)}; {said}: {WAY_OUT}")
+    return description | {"policy": policy}
+
+
 def _check_artifact(side: str, was: str, bound: BoundSide) -> None:
     if was == bound.artifact:
         return
     raise FormatError(
         f"the {side} were packed with the artifact of SHA-256 {shown(was)}, that of {bound.choice.text} is "
-        f"{bound.artifact!r}: put the file back that was there when they were packed, or make the cache again"
+        f"{bound.artifact!r}: {WAY_OUT}"
     )
 
 

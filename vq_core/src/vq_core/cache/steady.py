@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 import mlx.core as mx
 
 from vq_core.attention.pages import Pages
+from vq_core.attention.view import CacheView
+from vq_core.cache.window import Window
 
 
 @attrs.define(eq=False)
@@ -43,6 +45,40 @@ class Steady:
     keys: Pages
     values: Pages
     ready: Any = None
+
+
+@attrs.define(eq=False)
+class Coming:
+    """The reading after a step, made where more is asked of it than attention like that of the step before.
+
+    Attributes:
+        make: Of it.
+        steady, window: What it is made of.
+        length: L.
+        all: Whether all tokens held are attended to.
+    """
+
+    make: Callable[[Steady, int], CacheView]
+    steady: Steady
+    window: Window
+    length: int
+    all: bool
+
+    @property
+    def view(self) -> CacheView:
+        """All of it."""
+        return self.make(self.steady, self.length)
+
+    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: Any, tier: str) -> mx.array | None:
+        """Attention like that of the step before; ``None`` where the call is not."""
+        ready, window = self.steady.ready, self.window
+        if ready is None or not self.all or not self.steady.even:
+            return None
+        counts = window.counts
+        found: mx.array | None = ready.joining(
+            self, tuple(counts), self.steady.columns + counts[0], queries, scale, mask, sinks, tier
+        )
+        return found
 
 
 def room(

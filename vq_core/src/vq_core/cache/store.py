@@ -22,11 +22,6 @@ SPARE_TOKENS = 128
 SPARE_SHARE = 0.03
 
 
-def _axis(field: Field) -> int:
-    assert field.axis is not None
-    return field.axis + 2
-
-
 def spare_allowed(tokens: int) -> int:
     """Tokens' worth of capacity that a store of so many tokens may hold unused."""
     return max(SPARE_TOKENS, int(SPARE_SHARE * tokens))
@@ -41,6 +36,20 @@ def _along(array: mx.array, axis: int, begin: int, end: int) -> mx.array:
     if (begin, end) == (0, array.shape[axis]):
         return array
     return array[(slice(None),) * axis + (slice(begin, end),)]
+
+
+def _by_page(piece: mx.array, axis: int, length: int, depth: int) -> mx.array:
+    """Rows (B, H, ...) of so many depths, the last perhaps not full, as pages (depth * B, H, *field.shape)."""
+    shape = piece.shape
+    short = depth * length - shape[axis]
+    if short:
+        piece = mx.pad(piece, [(0, short if i == axis else 0) for i in range(piece.ndim)])
+    if depth == 1:
+        return piece
+    if shape[0] == 1:
+        return piece.reshape(*shape[1:axis], depth, length, *shape[axis + 1 :]).moveaxis(axis - 1, 0)
+    split = piece.reshape(*shape[:axis], depth, length, *shape[axis + 1 :])
+    return mx.moveaxis(split, axis, 0).flatten(0, 1)
 
 
 class PageStore:
@@ -133,7 +142,7 @@ class PageStore:
             total = sum(self.tokens) + n * len(rows)
             self._extend(data, head, n, depth, first, first + depth * len(rows), total)
             for i, row in enumerate(rows):
-                self.owned[row].extend(first + d * len(rows) + i for d in range(depth))
+                self.owned[row].extend(range(first + i, first + depth * len(rows), len(rows)))
         for row in rows:
             self.tokens[row] += n
 
@@ -155,12 +164,13 @@ class PageStore:
     def _write_partial(self, ids: list[int], data: Mapping[str, mx.array], fill: int, n: int) -> None:
         together = ids == list(range(ids[0], ids[0] + len(ids)))
         runs = [(0, len(ids))] if together else [(i, i + 1) for i in range(len(ids))]
-        for field in self.layout.paged:
-            old = self._widen(field, data[field.name])
+        page = self.layout.page
+        for field, axis, length in self.layout.rows:
+            rows = data[field.name]
+            old = self._widen(field, rows)
             new = old.reshape(old.shape)
-            axis = _axis(field)
-            begin, end = self.layout.units(field, fill), self.layout.units(field, fill + n)
-            piece = _along(data[field.name], axis, 0, end - begin)
+            begin, end = length * fill // page, length * (fill + n) // page
+            piece = _along(rows, axis, 0, end - begin)
             for a, b in runs:
                 place = (slice(ids[a], ids[b - 1] + 1), *(slice(None),) * (axis - 1), slice(begin, end))
                 new[place] = piece if together else piece[a:b]
@@ -170,30 +180,38 @@ class PageStore:
         self, data: Mapping[str, mx.array], begin: int, end: int, depth: int, used: int, needed: int, total: int
     ) -> None:
         """Write tokens ``begin`` to ``end`` of ``data`` as new pages ``used`` to ``needed``."""
-        layout, spare = self.layout, self._spare_pages(needed, total)
-        for field in layout.paged:
-            axis, length = _axis(field), field.shape[field.axis or 0]
-            piece = _along(data[field.name], axis, layout.units(field, begin), layout.units(field, end))
-            short = depth * length - piece.shape[axis]
-            if short:
-                piece = mx.pad(piece, [(0, short if i == axis else 0) for i in range(piece.ndim)])
-            split = piece.reshape(*piece.shape[:axis], depth, length, *piece.shape[axis + 1 :])
-            split = mx.moveaxis(split, axis, 0).reshape(needed - used, self.heads, *field.shape)
-            self._place(field, split, used, needed, spare)
-        self.capacity = next(iter(self.paged.values())).shape[0]
+        page, rows = self.layout.page, (needed - used) // depth
+        full, spare = (end - begin) // page, self._spare_pages(needed, total)
+        if full == depth and needed - used > spare:
+            spare = 0  # a chunk of a prompt: the next one would exchange the arrays whatever is spare
+        inside = needed <= self.capacity
+        for field, axis, length in self.layout.rows:
+            piece = _along(data[field.name], axis, length * begin // page, length * end // page)
+            if inside:
+                old = self._widen(field, piece)
+                new = old.reshape(old.shape)
+                new[used:needed] = _by_page(piece, axis, length, depth)
+            else:
+                whole = _by_page(_along(piece, axis, 0, full * length), axis, length, full) if full else None
+                new = self._exchanged(field, piece, whole, used, needed - used - full * rows + spare)
+                if full < depth:
+                    rest = _along(piece, axis, full * length, piece.shape[axis])
+                    new[(slice(needed - rows, needed), *(slice(None),) * (axis - 1), slice(0, rest.shape[axis]))] = rest
+            self.paged[field.name] = new
+        if not inside:
+            self.capacity = new.shape[0]
 
-    def _place(self, field: Field, pages: mx.array, used: int, needed: int, spare: int) -> None:
-        old = self._widen(field, pages)
-        if needed <= self.capacity:
-            new = old.reshape(old.shape)
-            new[used:needed] = pages
-        else:
-            parts = [old[:used]] if used else []
-            parts.append(pages.astype(old.dtype))
-            if spare:
-                parts.append(mx.zeros((spare, *pages.shape[1:]), old.dtype))
-            new = mx.concatenate(parts) if len(parts) > 1 else _leading(parts[0], needed, copy=True)
-        self.paged[field.name] = new
+    def _exchanged(self, field: Field, piece: mx.array, whole: mx.array | None, used: int, blank: int) -> mx.array:
+        """A new array of the pages used, the whole ones of ``piece`` and blank ones."""
+        parts = []
+        if used:
+            parts.append(_along(self._widen(field, piece), 0, 0, used))
+        dtype = parts[0].dtype if parts else piece.dtype
+        if whole is not None:
+            parts.append(whole if whole.dtype == dtype else whole.astype(dtype))
+        if blank:
+            parts.append(mx.zeros((blank, self.heads, *field.shape), dtype))
+        return mx.concatenate(parts) if len(parts) > 1 else _leading(parts[0], parts[0].shape[0], copy=True)
 
     def _widen(self, field: Field, rows: mx.array) -> mx.array:
         """The field's array, converted to the wide dtype if these rows need it."""

@@ -53,18 +53,46 @@ class ReadCount:
         return self.updates - self.read
 
 
+class Coming(Protocol):
+    """A decode step's reading, of which most steps need a part."""
+
+    @property
+    def view(self) -> CacheView:
+        """All of it, made now."""
+
+    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: Any, tier: str) -> mx.array | None:
+        """Attention where the step is like the last one; ``None`` where it has to be looked at."""
+
+
 @attrs.define(eq=False)
 class Reading:
-    """What a pair of tags stands for; not to be changed."""
+    """What a pair of tags stands for; not to be changed.
 
-    view: CacheView
+    Attributes:
+        tier: Of attention.
+        reads: The cache's count.
+        fallback: The policy's.
+    """
+
+    _view: CacheView | Coming
     tier: str
     reads: ReadCount
     fallback: str = "error"
 
+    @property
+    def view(self) -> CacheView:
+        """The cache's tokens."""
+        if not isinstance(self._view, CacheView):
+            self._view = self._view.view
+        return self._view
+
     def attend(self, queries: mx.array, *, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
         """Attention on the packed reading."""
         self.reads.attended()
+        if not isinstance(self._view, CacheView):
+            out = self._view.attend(queries, scale, mask, sinks, self.tier)
+            if out is not None:
+                return out
         return attend(self.view, queries, scale=scale, mask=mask, sinks=sinks, tier=self.tier, fallback=self.fallback)
 
 
@@ -146,16 +174,16 @@ _TAGS: tuple[type, ...] = (StrictTag, TaggedArray)
 
 
 def tag(
-    view: CacheView, attention: str, reads: ReadCount, strict: bool | Strictness, fallback: str = "error"
+    view: CacheView | Coming, attention: str, reads: ReadCount, strict: bool | Strictness, fallback: str = "error"
 ) -> tuple[Any, Any]:
     """The pair of tags for a reading."""
     reading = Reading(view, attention, reads, fallback)
     lease = strict if isinstance(strict, bool) else strict.lease()
     if lease:
         return StrictTag(reading, "keys", lease), StrictTag(reading, "values", lease)
-    pair = []
-    for side, stored in (("keys", view.keys), ("values", view.values)):
-        made = TaggedArray(views.dense(view, stored))
+    pair, whole = [], reading.view
+    for side, stored in (("keys", whole.keys), ("values", whole.values)):
+        made = TaggedArray(views.dense(whole, stored))
         made.vq_reading, made.vq_side = reading, side
         pair.append(made)
     return pair[0], pair[1]

@@ -8,12 +8,47 @@ import mlx.core as mx
 
 
 def owned(x: mx.array, begin: int, end: int) -> mx.array:
-    """Tokens ``begin`` to ``end`` of (B, H, S, D) in memory of their own.
+    """Tokens ``begin`` to ``end`` of (B, H, S, D) in memory of their own."""
+    if begin == end:  # nothing to copy: no launch of nothing
+        return mx.contiguous(mx.take(x, mx.arange(begin, end, dtype=mx.int32), axis=2))
+    # MLX copies unless the slice is in order and its memory little larger than it.
+    return mx.contiguous(x if (begin, end) == (0, x.shape[2]) else x[:, :, begin:end])
 
-    A slice, even through ``mx.contiguous`` when B = H = 1, keeps the whole of ``x`` alive.
+
+class Joined:
+    """Tokens that are held with new ones at their right, of which only what is asked for is put together.
+
+    Attributes:
+        width: Tokens.
     """
-    # The gather gives new memory, with the tokens' axis outermost; products would copy that at every step.
-    return mx.contiguous(mx.take(x, mx.arange(begin, end, dtype=mx.int32), axis=2))
+
+    def __init__(self, held: mx.array | None, new: mx.array):
+        self._held, self._new = held, new
+        self._before = 0 if held is None else held.shape[2]
+        self.width: int = self._before + new.shape[2]
+
+    def cut(self, begin: int, end: int) -> mx.array:
+        """Tokens ``begin`` to ``end``, (B, H, end - begin, D); what was given, where that is all of it."""
+        before = self._before
+        if self._held is None or begin >= before:
+            begin, end = begin - before, end - before
+            return self._new if (begin, end) == (0, self._new.shape[2]) else self._new[:, :, begin:end]
+        held = self._held if begin == 0 and end >= before else self._held[:, :, begin:end]
+        if end <= before:
+            return held
+        new = self._new if end == self.width else self._new[:, :, : end - before]
+        return mx.concatenate([held, new], axis=2)
+
+    def owned(self, begin: int, end: int) -> mx.array:
+        """The same in memory of its own."""
+        before = self._before
+        if self._held is None or begin >= before:
+            return owned(self._new, begin - before, end - before)
+        return owned(self._held, begin, end) if end <= before else self.cut(begin, end)
+
+    def whole(self) -> mx.array:
+        """All tokens, in memory of their own."""
+        return self.owned(0, self.width)
 
 
 class Window:
@@ -67,8 +102,8 @@ class Window:
     def _join(self) -> None:
         if self._new is not None:
             assert self._keys is not None and self._values is not None
-            keys, values = (mx.concatenate(both, 2) for both in zip((self._keys, self._values), self._new, strict=True))
-            self.settle(keys, values)
+            keys, values = self._new
+            self.settle(mx.concatenate([self._keys, keys], 2), mx.concatenate([self._values, values], 2))
 
     def exact(self, side: str) -> mx.array:
         """All tokens of a side."""
@@ -114,14 +149,13 @@ class Window:
                     spare += a.nbytes - a.nbytes // (a.shape[0] * a.shape[2]) * sum(counts)
         return spare
 
-    def joined(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The window with new tokens (B, H, L, D) at its right; always memory of its own."""
-        if self.keys is None or self.values is None or not self.width:
-            n = keys.shape[2]
-            fresh = owned(keys, 0, n), owned(values, 0, n)
-            # An empty window has nothing that the joined tokens would take its dependencies from.
-            return (mx.depends(fresh[0], self.keys), fresh[1]) if self.anchored and self.keys is not None else fresh
-        return mx.concatenate([self.keys, keys], axis=2), mx.concatenate([self.values, values], axis=2)
+    def joined(self, keys: mx.array, values: mx.array) -> tuple[Joined, Joined]:
+        """The window with new tokens (B, H, L, D) at its right."""
+        held = (self.keys, self.values) if self.width else (None, None)
+        if self.anchored and self.keys is not None:
+            # A part without the held tokens has nothing else that it would take their dependencies from.
+            keys = mx.depends(keys, self.keys)
+        return Joined(held[0], keys), Joined(held[1], values)
 
     def grown(self, keys: mx.array, values: mx.array, length: int) -> Window:
         """A window, not empty, with L new tokens at its right; this one stays as it is."""

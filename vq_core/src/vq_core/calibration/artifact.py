@@ -17,7 +17,7 @@ import attrs
 
 from vq_core.api.calibration import Artifact
 from vq_core.api.facts import SIDES, PrepareContext
-from vq_core.api.settings import build_settings, format_choice, parse_choice
+from vq_core.api.settings import build_settings, format_choice, format_value, parse_choice
 from vq_core.errors import FormatError, SettingsError, UnsupportedShapeError
 from vq_core.files import jsontext
 from vq_core.files.jsontext import shown
@@ -33,6 +33,7 @@ DESCRIPTION = ("method", "settings", "model", "learnt", "entries")
 LEARNT = ("vq_core", "tokens", "text", "samples", "seed", "rounds")
 ENTRY = ("layer", "side", "kv_heads", "head_dim", "arrays")
 SETTING = "artifact"
+HINT = "; vq calibrate makes one"
 
 
 @attrs.frozen
@@ -82,6 +83,27 @@ def settings_text(settings: Any) -> str:
     return ",".join(pair for pair in pairs if pair.partition("=")[0] != SETTING)
 
 
+def elsewhere(text: str, path: str) -> str:
+    """A method's text form with another file; settings are as the text spells them."""
+    choice = parse_choice(text)
+    pairs = (f"{name}={format_value(path if name == SETTING else value)}" for name, value in choice.options)
+    return f"{choice.label}:{','.join(pairs)}"
+
+
+def same_but_for_the_file(was: str, now: SideChoice) -> bool:
+    """Whether a text form, every setting spelt out, is a choice's but for where its file lies: what is in the file is
+    compared by digests."""
+    from vq_core.plugins.registry import resolve
+
+    facts = resolve(now.label).facts
+    if facts is None or not facts.capabilities.needs_calibration:
+        return was == now.text
+    try:
+        return elsewhere(was, "") == elsewhere(now.text, "")
+    except SettingsError:
+        return False
+
+
 # ---- writing and reading
 
 
@@ -118,10 +140,25 @@ def read(path: str | os.PathLike[str]) -> Learnt:
     name = os.path.expanduser(os.fspath(path))
     try:
         found = os.stat(name)
-        return _read(os.path.realpath(name), found.st_ino, found.st_size, found.st_mtime_ns)
+        content = _read(os.path.realpath(name), found.st_ino, found.st_size, found.st_mtime_ns)
+        _seen[content.digest] = os.fspath(path)
+        return content
     except (OSError, ValueError) as error:
         said = getattr(error, "strerror", None) or error
-    raise FormatError(f"the artifact {shown(str(path))} cannot be read: {said}; vq calibrate makes one")
+    raise FormatError(f"the artifact {shown(str(path))} cannot be read: {said}{HINT}")
+
+
+def with_digest(digest: str) -> str | None:
+    """Where a file of this content lies, if one was read in this process and still is there."""
+    path = _seen.get(digest)
+    try:
+        return path if path is not None and read(path).digest == digest else None
+    except FormatError:
+        return None
+
+
+_seen: dict[str, str] = {}
+"""By digest the last file of that content, a line of text each."""
 
 
 @functools.lru_cache(8)
@@ -177,10 +214,11 @@ def artifact_of(record: MethodRecord, choice: SideChoice, ctx: PrepareContext) -
     Raises:
         SettingsError: no file is named, or one of another method, other settings, another model or other layers.
         FormatError: no file, a damaged one, one of another format or version.
-        UnsupportedShapeError: learnt for another number of heads or head size.
+        UnsupportedShapeError: a head size that the method refuses, or one of another number of heads or head size.
     """
     if record.facts is None or not record.facts.capabilities.needs_calibration:
         return None
+    check_size(record, ctx.head_dim)
     path, wanted = getattr(choice.settings, SETTING), settings_text(choice.settings)
     command = f"vq calibrate MODEL --method {record.name}:{wanted} --text FILE --out FILE"
     if not path:
@@ -199,6 +237,20 @@ def artifact_of(record: MethodRecord, choice: SideChoice, ctx: PrepareContext) -
     if wrong:
         raise SettingsError(f"{where} {wrong}; make one: {command}")
     return Artifact(_entry(file, ctx, where, command), file.digest)
+
+
+def check_size(record: MethodRecord, head_dim: int) -> None:
+    """Before anything is asked for or learnt: no file would help.
+
+    Raises:
+        UnsupportedShapeError: a head size that is none of those that the method declares.
+    """
+    assert record.facts is not None
+    able = record.facts.capabilities
+    if able.head_dims is not None and head_dim not in able.head_dims:
+        raise UnsupportedShapeError(
+            f"method {record.name!r}: head size {head_dim} is refused with any artifact; accepted are {able.sizes}"
+        )
 
 
 def _whose(file: Learnt, record: MethodRecord, choice: SideChoice, ctx: PrepareContext) -> str:

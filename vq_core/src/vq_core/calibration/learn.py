@@ -15,7 +15,7 @@ from vq_core.api.facts import PrepareContext, Side
 from vq_core.calibration import artifact
 from vq_core.calibration.artifact import Learnt, Place
 from vq_core.calibration.samples import Draw, Sample
-from vq_core.errors import HostError, PluginError, SettingsError, VQError
+from vq_core.errors import HostError, PluginError, SettingsError, UnsupportedShapeError, VQError
 from vq_core.plugins.loader import make_manager
 from vq_core.plugins.records import MethodRecord
 
@@ -68,7 +68,7 @@ def calibrate(
     for name, value in (("samples", samples), ("rounds", rounds)):
         if value < 1:
             raise SettingsError(f"{name} must be 1 or more; got {value}")
-    held = _listen(read, tokens, wanted, samples, seed, tell)
+    held = _listen(read, tokens, record, wanted, samples, seed, tell)
     made: dict[Place, Mapping[str, mx.array]] = {}
     for number, place in enumerate(sorted(held, key=lambda p: (p.layer, p.side, p.kv_heads, p.head_dim))):
         tell("learning", number, len(held))
@@ -136,8 +136,9 @@ def _context(place: Place, dtype: str, seed: int, model: str | None) -> PrepareC
 
 
 def _listen(
-    read: Callable[[Heard], Reading], tokens: Sequence[int], sides: Sequence[Side], samples: int, seed: int, tell: Tell
-) -> dict[Place, tuple[str, Sample]]:
+    read: Callable[[Heard], Reading], tokens: Sequence[int], record: MethodRecord, sides: Sequence[Side], samples: int,
+    seed: int, tell: Tell,
+) -> dict[Place, tuple[str, Sample]]:  # fmt: skip
     """Samples and statistics of every layer side that the model fills."""
     if not len(tokens):
         raise SettingsError("the calibration text has no token: give a longer one")
@@ -155,6 +156,10 @@ def _listen(
             raise HostError(f"layer {layer} is given {x.shape[0]} rows of {count} tokens, others 1 of {drawn[0]}")
         place, dtype = Place(layer, side, x.shape[1], x.shape[3]), str(x.dtype).removeprefix("mlx.core.")
         if place not in held:
+            try:  # now, and not when the model has read all of the text
+                artifact.check_size(record, place.head_dim)
+            except UnsupportedShapeError as error:
+                raise UnsupportedShapeError(f"layer {layer}, {side}: {error}") from error
             held[place] = dtype, Sample(draw.most, place.kv_heads, place.head_dim, dtype)
         held[place][1].add(x, drawn[1], drawn[2])
 

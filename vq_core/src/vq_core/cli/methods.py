@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from rich.console import Console
 
     from vq_core.api import Layout, MethodFacts, PrepareContext
     from vq_core.plugins.records import MethodRecord
 
+REFUSED = "refused: "
 STATUS_STYLE = {"ok": "green", "broken": "red", "incompatible": "red", "shadowed": "yellow", "disabled": "dim"}
 
 
@@ -75,15 +76,18 @@ def info(
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
+    bits = list(_bits(facts, f"{record.label}:{_options(settings)}", head_dim))
     rows = [
         ("method", record.name),
         ("summary", facts.summary),
         ("paper", facts.paper or "none"),
         ("package", f"{record.distribution} {record.version} ({record.entry_point}), API version {facts.api_version}"),
         ("sides", ", ".join(facts.sides)),
-        *_capabilities(facts, settings, head_dim),
+        *_capabilities(facts),
+        # Of what no side takes nothing is said but why.
+        *(_error(facts, settings, head_dim) if not all(said.startswith(REFUSED) for _, said in bits) else ()),
         ("settings", format_choice(record.name, settings)),
-        *_bits(facts, f"{record.label}:{_options(settings)}", head_dim),
+        *bits,
     ]
     for name, value in rows:
         table.add_row(name, _plain(value))
@@ -138,29 +142,21 @@ def _print_settings(console: Console, facts: MethodFacts) -> None:
     console.print(table)
 
 
-def _capabilities(facts: MethodFacts, settings: Any, head_dim: int) -> Iterator[tuple[str, str]]:
+def _capabilities(facts: MethodFacts) -> Iterator[tuple[str, str]]:
     able = facts.capabilities
-    yield "head sizes", "every size" if able.head_dims is None else _sizes(able.head_dims)
+    yield "head sizes", able.sizes
     yield "exact", "decodes to the input bit for bit" if able.exact else "no"
     if able.needs_calibration:
         yield "calibration", "needed: it refuses to run without an artifact, which `vq calibrate` learns from the model"
     if not able.trimmable:
         yield "trim", "not behind the packed frontier"
+
+
+def _error(facts: MethodFacts, settings: Any, head_dim: int) -> Iterator[tuple[str, str]]:
+    able = facts.capabilities
     if able.gaussian_error is not None:
         bound = able.gaussian_error(settings, head_dim)
         yield "error", f"relative squared error on N(0, 1) at most {bound:.4g} at head size {head_dim}"
-
-
-def _sizes(sizes: Sequence[int]) -> str:
-    """Sizes in their order, three and more neighbours as one: 1 to 512, 640."""
-    runs: list[list[int]] = []
-    for size in sorted(sizes):
-        if runs and size == runs[-1][-1] + 1:
-            runs[-1].append(size)
-        else:
-            runs.append([size])
-    parts = (f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-    return ", ".join(parts)
 
 
 def _bits(facts: MethodFacts, text: str, head_dim: int) -> Iterator[tuple[str, str]]:
@@ -176,7 +172,7 @@ def _bits(facts: MethodFacts, text: str, head_dim: int) -> Iterator[tuple[str, s
             layout = _layout(text, contexts.pop("float16"))
         except VQError as error:
             # Refusing a head size or asking for calibration is an answer; the rest of the page still helps.
-            said = f"refused: {error}"
+            said = f"{REFUSED}{error}"
         except ImportError as error:
             said = f"needs MLX ({error}); see `vq doctor`"
         else:

@@ -195,7 +195,8 @@ class Kernel:
                 f"kernel {self.name} runs on {listed(self.backends)}, not on {runner.backend}; on any machine give "
                 f"backend='simulator'"
             )
-        key = (*((x.shape, x.dtype) if isinstance(x, mx.array) else x for x in inputs), *parameters.items())
+        key: Any = [(x.shape, x.dtype) if isinstance(x, mx.array) else x for x in inputs]
+        key = (*key, *parameters.items())
         try:
             launch = self._launches.get(key)
         except TypeError:  # something that cannot be looked up is something that is refused

@@ -78,6 +78,7 @@ class BoundSide:
     held: Held | None = None
     no_snippet: str = ""
     artifact: str = ""
+    _promised: dict[Any, Promise] = attrs.field(init=False, factory=dict, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundSide:
         return self
@@ -90,8 +91,9 @@ class BoundSide:
 
     @property
     def constants(self) -> list[mx.array]:
-        """Arrays of the prepared state, shared by all caches of the process."""
-        return state_arrays(self.state)
+        """Arrays of the prepared state, and of what attention was made from it: a snippet's tables, a device form's.
+        Each once; shared by all caches of the process."""
+        return state_arrays((self.state, self.attend, self.snippet, self.held and self.held.matrix), (BoundSide,))
 
     @property
     def canonical(self) -> Layout:
@@ -112,12 +114,12 @@ class BoundSide:
         if self._both is not None:
             both = self._both
             rows = _guarded(name, "kernel", lambda: both(state=state, x=x, positions=positions, sequence=sequence))
-            return _checked(name, self.layout, rows, x, paged=True)
-        codes = _guarded(
-            name, "vq_encode", lambda: self._encode(state=state, x=x, positions=positions, sequence=sequence)
-        )
-        rows = _guarded(name, "vq_pack", lambda: self._pack(state=state, codes=codes))
-        return _checked(self.choice.label, self.layout, rows, x, paged=True)
+        else:
+            codes = _guarded(
+                name, "vq_encode", lambda: self._encode(state=state, x=x, positions=positions, sequence=sequence)
+            )
+            rows = _guarded(name, "vq_pack", lambda: self._pack(state=state, codes=codes))
+        return _checked(name, self.layout, rows, x, True, self._promised)
 
     def decode(self, packed: Mapping[str, mx.array], positions: mx.array | None) -> mx.array:
         """Decode a tile: (N, H, n, D) float32."""
@@ -127,24 +129,52 @@ class BoundSide:
         return x
 
 
-def _checked(label: str, layout: Layout, rows: Mapping[str, mx.array], x: mx.array, paged: bool) -> dict[str, mx.array]:
-    """Rows of the paged fields, or those of the sequence, as the layout promises them for x (B, H, n, D)."""
+Promise = tuple[tuple[str, tuple[int, ...], tuple[mx.Dtype, ...]], ...]
+"""Of each field its name, shape and the dtypes that it may have."""
+
+
+def _checked(
+    label: str, layout: Layout, rows: Mapping[str, mx.array], x: mx.array, paged: bool,
+    known: dict[Any, Promise] | None = None,
+) -> dict[str, mx.array]:  # fmt: skip
+    """Rows of the paged fields, or those of the sequence, as the layout promises them for x (B, H, n, D).
+
+    ``known``: what it has promised for the numbers of tokens before.
+    """
+    key = (x.shape[:3], paged)
+    promise = None if known is None else known.get(key)
+    if promise is None:
+        promise = _promise(layout, x.shape[:3], paged)
+        if known is not None:
+            if len(known) >= MOST_PROMISES:
+                known.clear()
+            known[key] = promise
     found: dict[str, mx.array] = {}
+    for name, wanted, dtypes in promise:
+        got = rows.get(name)
+        if got is None or got.shape != wanted or got.dtype not in dtypes:
+            given = "nothing" if got is None else f"{got.shape} {got.dtype}"
+            accepted = " or ".join(str(d).removeprefix("mlx.core.") for d in dtypes)
+            raise PluginError(
+                f"method {label!r}, field {name!r}: the layout promises {wanted} {accepted}, the method gave {given}"
+            )
+        found[name] = got
+    return found
+
+
+MOST_PROMISES = 64
+
+
+def _promise(layout: Layout, tokens: tuple[int, ...], paged: bool) -> Promise:
+    """For (B, H, n)."""
+    found = []
     for field in layout.paged if paged else layout.sequence:
         shape = list(field.shape)
         if field.axis is not None:
-            shape[field.axis] = layout.units(field, x.shape[2])
-        wanted = (*x.shape[:2], *shape)
-        dtypes = [d for d in (field.dtype, field.wide) if d is not None]
-        got = rows.get(field.name)
-        if got is None or got.shape != wanted or got.dtype not in [getattr(mx, d) for d in dtypes]:
-            given = "nothing" if got is None else f"{got.shape} {got.dtype}"
-            raise PluginError(
-                f"method {label!r}, field {field.name!r}: the layout promises {wanted} {' or '.join(dtypes)}, "
-                f"the method gave {given}"
-            )
-        found[field.name] = got
-    return found
+            shape[field.axis] = layout.units(field, tokens[2])
+        dtypes = tuple(getattr(mx, d) for d in (field.dtype, field.wide) if d is not None)
+        found.append((field.name, (*tokens[:2], *shape), dtypes))
+    return tuple(found)
 
 
 _lock = threading.RLock()

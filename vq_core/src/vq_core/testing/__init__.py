@@ -25,8 +25,8 @@ pytest.register_assert_rewrite(
     *(
         f"vq_core.testing.{part}"
         for part in (
-            "attention", "codec", "determinism", "growth", "kernels", "memory", "numbers", "observe", "protocol",
-            "refusals", "rows", "snippets", "trimming",
+            "attention", "codec", "determinism", "growth", "kernels", "memory", "numbers", "observe", "parity",
+            "protocol", "refusals", "rows", "snippets", "trimming",
         )
     )
 )  # fmt: skip
@@ -39,6 +39,7 @@ from vq_core.testing.kernels import KernelConformance  # noqa: E402
 from vq_core.testing.kit import Kit  # noqa: E402
 from vq_core.testing.memory import MemoryConformance  # noqa: E402
 from vq_core.testing.numbers import NumbersConformance  # noqa: E402
+from vq_core.testing.parity import Break, BrokenKernels, KernelParity, variants  # noqa: E402
 from vq_core.testing.protocol import ProtocolConformance  # noqa: E402
 from vq_core.testing.refusals import RefusalsConformance  # noqa: E402
 from vq_core.testing.registering import load_plugin, registered  # noqa: E402
@@ -66,10 +67,13 @@ class MethodConformance(
 
 __all__ = [
     "AttentionConformance",
+    "Break",
+    "BrokenKernels",
     "CodecConformance",
     "DeterminismConformance",
     "GrowthConformance",
     "KernelConformance",
+    "KernelParity",
     "Kit",
     "MemoryConformance",
     "MethodConformance",
@@ -81,4 +85,5 @@ __all__ = [
     "TrimmingConformance",
     "load_plugin",
     "registered",
+    "variants",
 ]

@@ -15,6 +15,7 @@ from vq_core.cache.shell import PackedKVCache
 from vq_core.kernels import backends
 from vq_core.kernels.simulated import Simulated
 from vq_core.plugins import binding, partner
+from vq_core.plugins.reach import state_arrays
 from vq_core.testing.attention import dense_attention, make_mask
 from vq_core.testing.kit import Kit, feed, skip
 from vq_core.testing.observe import assert_same, floats, gaussian
@@ -56,6 +57,15 @@ class SnippetConformance(Kit):
         size, dtype = self.fused_shapes[number]
         accepted = self.capabilities().head_dims
         return (size if accepted is None or size in accepted else accepted[number % len(accepted)]), dtype
+
+    @pytest.mark.parametrize("device", [False, True], ids=["in order", "device form"])
+    def test_what_a_snippet_holds_is_reported(self, side: Side, device: bool) -> None:
+        """Its tables are constants of the method, counted once each: also those that the state holds as well."""
+        bound = binding.bind(self.method, self.context(side), kernels="simulator", device=device)
+        matrix = None if bound.held is None else bound.held.matrix
+        tables = state_arrays((bound.snippet, matrix))
+        told = [id(a) for a in bound.constants]
+        assert len(set(told)) == len(told) and {id(a) for a in tables} <= set(told)
 
     def fused_sides(self, dim: int, dtype: str) -> dict[str, str]:
         """What each side holds: the method where it has a snippet, its partner else; skips where it has none."""

@@ -1,8 +1,8 @@
 """turboquant_prod's snippet for the matrix skeleton: codes of one or two bits, then signs, two scales a token.
 
 Codes of two bits are looked up by bytes, see :mod:`vq_turboquant.kernels.tile_matrix`; codes of one bit and the signs
-of the sketch become halves of +1 and -1 by a shift and one operation a pair.  A score is s (L x + g y) in float32, x and
-y being the sums of the codes and of the signs, s and g the stored scale and gap, L what the codebook is scaled by.
+of the sketch become halves of +1 and -1 by a shift and one operation a pair.  A score is s (L x + g y) in float32, x
+and y being the sums of the codes and of the signs, s and g the stored scale and gap, L what the codebook is scaled by.
 
 Codes of three bits (``bits=4``) have none here: they fill neither a byte nor half of one, which permutations of bytes
 look up; sizes and signs would have to be two planes of words.

@@ -1,8 +1,8 @@
 """VecInfer's kernels: nearest centroid and pack in one pass, and back.
 
-Each equals the plain functions of :mod:`vq_vecinfer.method`, bit for bit.  What stands around them, the smoothing and
-the Hadamard transform of keys and the mean, is plain operations on either way.  Head size and lengths are run-time
-numbers, and so are the bits of a code; sub and dtypes are compiled in.
+Each equals the plain functions of :mod:`vq_vecinfer.method`, bit for bit.  Keys are smoothed, turned and centred in the
+pass that encodes them; the mean of values, and what is undone of decoded keys, is plain operations.  Head size and
+lengths are run-time numbers, and so are the bits of a code; sub and dtypes are compiled in.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from vq_core.codec.bits import WORD
 from vq_core.kernels import Backend, Call, Kernel, KernelOffer, Output
 from vq_vecinfer import method
 from vq_vecinfer.kernels import bodies
-from vq_vecinfer.kernels.cases import dequantizing_cases, quantizing_cases
+from vq_vecinfer.kernels.cases import dequantizing_cases, key_cases, quantizing_cases
 from vq_vecinfer.kernels.query import QUERY
-from vq_vecinfer.kernels.reference import BITS, DTYPES, SUBS, dequantized, quantized
+from vq_vecinfer.kernels.reference import BITS, DTYPES, SUBS, dequantized, quantized, quantized_keys
 
 THREADS = 128
 MOST = 2**31
@@ -73,6 +73,31 @@ def _check_quantizing(call: Call) -> str:
     return wrong
 
 
+def _check_keys(call: Call) -> str:
+    wrong = _check_quantizing(call)
+    if wrong:
+        return wrong
+    B, H, _, D = call.shapes["x"]
+    if D not in method.HEAD_DIMS:
+        return f"head size {D}: accepted are {', '.join(map(str, method.HEAD_DIMS))}"
+    for name, shape in (("inverse", (H, D)), ("mean", (B, H, D))):
+        got = call.shapes[name]
+        if got != shape and (name == "inverse" or call.numbers["centred"]):
+            return f"{name} {got} must be {shape}"
+    return ""
+
+
+def tokens_at_once(codes: int, bits: int) -> int:
+    """Tokens of so many codes that a threadgroup takes: whole words, and 128 codes where more than one block is."""
+    block = WORD // math.gcd(WORD, codes * bits)
+    return block * max(1, THREADS // (block * codes))
+
+
+def _key_groups(call: Call) -> int:
+    B, H, n, D = call.shapes["x"]
+    return max(1, -(-B * H * n // tokens_at_once(D // int(call.parameters["sub"]), call.numbers["bits"])))
+
+
 def _check_dequantizing(call: Call) -> str:
     codes, D = call.shapes["codes"], call.numbers["head_dim"]
     sub, bits = int(call.parameters["sub"]), call.numbers["bits"]
@@ -100,6 +125,22 @@ QUANTIZE = Kernel(
     cases=quantizing_cases,
     check=_check_quantizing,
 )
+QUANTIZE_KEYS = Kernel(
+    name="vecinfer_quantize_keys",
+    stands_for="encode+pack",
+    body=bodies.QUANTIZE_KEYS,
+    header=bodies.HEADER,
+    inputs={"x": "T", "inverse": "float32", "mean": "float32", "codebook": "float32", "halves": "float32"},
+    outputs={"codes": Output("uint32", _words)},
+    parameters={"T": DTYPES, "sub": SUBS},
+    fixed=("sub",),
+    numbers=("bits", "centred"),
+    threads=_threads,
+    threadgroups=lambda call: (_key_groups(call), 1, 1),
+    equals=quantized_keys,
+    cases=key_cases,
+    check=_check_keys,
+)
 DEQUANTIZE = Kernel(
     name="vecinfer_dequantize",
     stands_for="decode",
@@ -118,10 +159,14 @@ DEQUANTIZE = Kernel(
 
 
 def pack(state: method.VecInfer, x: mx.array, sequence: Tile, backend: Backend, **rest: object) -> dict[str, mx.array]:
-    """What ``vq_encode`` and ``vq_pack`` do: the transform of keys, then one launch."""
-    plain = state.inverse is None and state.mean is None
-    y = x if plain else state.stored(x, sequence)
+    """What ``vq_encode`` and ``vq_pack`` do, in one launch; values lose their mean before."""
     given = {"sub": state.sub, "bits": state.bits}
+    if state.inverse is not None:
+        mean = state.inverse if state.mean is None else sequence["mean"]  # it is not read without
+        arrays = (x, state.inverse, mean, state.codebook, state.halves)
+        given["centred"] = int(state.mean is not None)
+        return {"codes": QUANTIZE_KEYS(*arrays, backend=backend, **given)[0]}
+    y = x if state.mean is None else state.stored(x, sequence)
     return {"codes": QUANTIZE(y, state.codebook, state.halves, backend=backend, **given)[0]}
 
 
@@ -133,8 +178,8 @@ def unpack(state: method.VecInfer, packed: Tile, backend: Backend, **rest: objec
 
 
 OFFERS = (
-    KernelOffer("encode+pack", (QUANTIZE,), pack),
+    KernelOffer("encode+pack", (QUANTIZE, QUANTIZE_KEYS), pack),
     KernelOffer("decode", (DEQUANTIZE,), unpack),
     KernelOffer("", (QUERY,)),
 )
-KERNELS = (QUANTIZE, DEQUANTIZE)
+KERNELS = (QUANTIZE, QUANTIZE_KEYS, DEQUANTIZE)

@@ -48,6 +48,41 @@ def dequantizing_cases() -> Iterator[Case]:
         yield Case((codes, book), given | {"head_dim": x.shape[3]}, case.name)
 
 
+KEY_DIMS = (64, 80, 112, 128, 16, 256, 48, 192)
+
+
+def key_cases() -> Iterator[Case]:
+    """As many, of keys: other head sizes, every second with a mean. ``nan``: some tokens hold one number that is none;
+    ``extreme``: tokens whose transform overflows, and others beyond the limit that do not."""
+    rng = np.random.default_rng(7)
+    for i, (family, dtype, sub, bits) in enumerate(itertools.product(FAMILIES, DTYPES, SUBS, BITS)):
+        dim = KEY_DIMS[(i + i // 8) % len(KEY_DIMS)]
+        places = dim // sub
+        books = places if (i // 27 + i) % 2 and bits < 12 else 1
+        block = int(WORD // np.gcd(WORD, places * bits))
+        rows, heads = 1 + i // 2 % 2, 1 + i % 3
+        tokens = max(1, CODES * (1 + i % 2) // (places * block * rows * heads)) * block
+        shape = (rows, heads, tokens, dim)
+        book = codebook(rng, books, 2**bits, sub, family)
+        x = numbers(rng, shape, "normal" if family == "nan" else family, "float32", sub, book)
+        if family == "nan":
+            spoilt = rng.random(shape[:3]) < 0.3
+            at = rng.integers(0, dim, shape[:3])[..., None] == np.arange(dim)
+            x = mx.where(mx.array(spoilt[..., None] & at), mx.array(rng.choice([np.nan, np.inf], shape)), x)
+        if family == "extreme":
+            x = x * mx.array(np.where(rng.random(shape[:3]) < 0.5, 1e-3, 1.0).astype(np.float32))[..., None]
+        if family == "extreme" and dtype == "float16":
+            x = mx.clip(x * 1e-34, -65504, 65504)
+        scale = 2.0 ** (rng.integers(-2, 3, (heads, dim)) if family == "ties" else rng.standard_normal((heads, dim)))
+        mean = rng.integers(-2, 3, (rows, heads, dim)) / 2 if family == "ties" else rng.standard_normal(
+            (rows, heads, dim)
+        )  # fmt: skip
+        inverse, centre = (mx.array(a.astype(np.float32)) for a in (scale, mean))
+        arrays = (x.astype(getattr(mx, dtype)), inverse, centre, mx.array(book), mx.array(halves(book)))
+        given = {"sub": sub, "bits": bits, "centred": (i + i // 2) % 2}
+        yield Case(arrays, given, f"{family} {shape} {dtype}, sub {sub}, {bits} bits, {books} codebooks")
+
+
 def codebook(rng: np.random.Generator, books: int, count: int, sub: int, family: str) -> Numbers:
     """Centroids (books, count, sub), the first of each the origin.
 

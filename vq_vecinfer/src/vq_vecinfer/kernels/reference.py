@@ -24,6 +24,18 @@ def quantized(x: mx.array, codebook: mx.array, halves: mx.array, *, bits: int, *
     return (method.vq_pack(state, codes)["codes"],)
 
 
+def quantized_keys(
+    x: mx.array, inverse: mx.array, mean: mx.array, codebook: mx.array, halves: mx.array, *, bits: int, centred: int,
+    **rest: object,
+) -> tuple[mx.array, ...]:  # fmt: skip
+    """The same of keys as they are given."""
+    state = method.VecInfer(
+        "keys", x.shape[3], bits, codebook, halves, inverse, inverse, mean if centred else None
+    )  # fmt: skip
+    codes = method.nearest(state, state.stored(x, {"mean": mean})).reshape(*x.shape[:2], -1)
+    return (method.vq_pack(state, codes)["codes"],)
+
+
 def dequantized(
     codes: mx.array, codebook: mx.array, *, bits: int, head_dim: int, **rest: object
 ) -> tuple[mx.array, ...]:

@@ -18,6 +18,7 @@ from vq_core.cli.bench.shared import (
     measured,
     notes,
     refused,
+    stand_ins,
     table,
     times,
 )
@@ -78,6 +79,7 @@ def _print(record: dict[str, Any]) -> None:
         for name, arm in row["arms"].items():
             add(made, name, *_cells(row, name, arm))
         shown(made)
+        lines += stand_ins(row["arms"])
         lines += refused(f"{row['tokens']} tokens, queued", row["queued"])
         lines += refused(f"{row['tokens']} tokens, single", row["single"])
         for name, arm in row["arms"].items():

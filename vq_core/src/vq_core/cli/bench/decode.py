@@ -20,6 +20,7 @@ from vq_core.cli.bench.shared import (
     measured,
     notes,
     refused,
+    stand_ins,
     table,
     times,
 )
@@ -118,6 +119,7 @@ def _print(record: dict[str, Any]) -> None:
                 f"{arm['plain_cache_bytes_over_own']:.2f}", _mib(arm["peak_of_a_step_bytes"]),
                 f"{arm['host']['over_plain_us_a_layer']:+.1f}",
             )  # fmt: skip
+        lines += stand_ins(row["arms"])
         shown(made)
         for clock in ("pipelined", "synchronous"):
             lines += refused(f"{row['context']} tokens, {clock}", row[clock])

@@ -109,6 +109,11 @@ def notes(lines: list[str]) -> None:
         typer.echo(line)
 
 
+def stand_ins(arms: dict[str, Any]) -> list[str]:
+    """Of which arms the constants are no model's."""
+    return [f"{name}: {arm['stand_in']}" for name, arm in arms.items() if arm.get("stand_in")]
+
+
 def left_out(record: dict[str, Any]) -> list[str]:
     """What was not measured and why."""
     return [f"left out: {entry['arm']}: {entry['reason']}" for entry in record["left_out"]]

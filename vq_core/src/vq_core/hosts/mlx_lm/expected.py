@@ -9,8 +9,12 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from vq_core.api.facts import SIDES
 from vq_core.cache.shell import PackedKVCache
+from vq_core.cache.state import ARTIFACT, WAY_OUT
+from vq_core.calibration.artifact import SETTING, read, same_but_for_the_file
 from vq_core.errors import FormatError, SettingsError
+from vq_core.files.jsontext import shown
 from vq_core.hosts.mlx_lm import native
 from vq_core.hosts.mlx_lm.prepare import CompressedModel, handle_of
 
@@ -81,6 +85,18 @@ class Expected:
             kind == "RotatingKVCache" and self.handle is None and not hasattr(self.model, "make_cache")
         )
 
+    def with_files_of_the_model(self, layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Entries that differ in nothing, files of learnt constants named where the model has them."""
+        return [self._named(entry, cache) for entry, cache in zip(layers, self.caches, strict=True)]
+
+    def _named(self, entry: dict[str, Any], cache: Any) -> dict[str, Any]:
+        if entry["class"] == "CacheList":
+            return entry | {"caches": [self._named(e, c) for e, c in zip(entry["caches"], cache.caches, strict=True)]}
+        if not isinstance(cache, PackedKVCache) or entry["class"] != "PackedKVCache":
+            return entry
+        sides = {side: cache.policy.text[side] for side in SIDES}
+        return entry | {"state": entry["state"] | {"policy": entry["state"]["policy"] | sides}}
+
     def adopt(self, caches: list[Any]) -> list[Any]:
         """The caches, ours with what the handle gives its own; the handle reports them as those made last.
 
@@ -147,7 +163,17 @@ def _tried(model: Any, caches: list[Any]) -> list[Any] | None:
 
 def _policy(state: Mapping[str, Any], cache: PackedKVCache) -> list[str]:
     was, now = state["policy"], cache.policy.text
-    found = [f"{name} {was[name]!r} in the file, {now[name]!r} in the model" for name in now if was[name] != now[name]]
+    wrong = [name for name in now if name not in SIDES and was[name] != now[name]]
+    wrong += [side for side in SIDES if not same_but_for_the_file(was[side], getattr(cache.policy, side))]
+    found = [f"{name} {was[name]!r} in the file, {now[name]!r} in the model" for name in now if name in wrong]
+    for side in SIDES:
+        digest = state["methods"][side].get(ARTIFACT)
+        path = getattr(getattr(cache.policy, side).settings, SETTING, "")
+        if digest and path and side not in wrong and read(path).digest != digest:
+            found.append(
+                f"the {side} were packed with the artifact of SHA-256 {shown(digest)}, {shown(path)} of the model is "
+                f"{read(path).digest!r}: {WAY_OUT}"
+            )
     if state["sliding"] != cache.sliding:
         found.append(f"a sliding window of {state['sliding']} in the file, {cache.sliding} in the model")
     if state["layer"] not in (None, cache.layer):

@@ -99,6 +99,7 @@ def load_cache(path: str | os.PathLike[str], *, model: Any = None) -> list[Any]:
                 wrong = differences(description["model"], fingerprint(goal.model)) + wrong
             if wrong:
                 raise FormatError(f"the caches do not fit the model: {'; '.join(wrong)}")
+            layers = goal.with_files_of_the_model(layers)
         arrays = reader.tensors()
     taken: set[str] = set()
     caches = [_made(entry, arrays, taken) for entry in layers]

@@ -32,24 +32,27 @@ if (i < every) {
 """
 
 
+RUN = "template <class T> struct alignas(16) gather_run { T v[16 / sizeof(T)]; };"
+"""Neighbours that are written at once."""
+
+
 def body(side: Side, dim: int, dtype: str) -> str:
     """The kernel's text for head size ``dim``, a dense array of ``dtype``."""
     s, T, C, kind = side.snippet, side.snippet.tokens, side.snippet.channels, TYPES[dtype]
-    one = "u[i * {C} + j]".replace("{C}", str(C))
     units = s.units or (1.0,) * (T if side.prefix == "k" else C)
     table = ", ".join(f"{u!r}f" for u in units)
-    map_ = ""
+    token_map = channel_map = ""
     if s.per == "channel":
-        map_ = f"const float2 map = {side.call('affine', 't', 'c + j')};"
+        channel_map = f"const float2 map = {side.call('affine', 't', 'c + j')};"
     elif s.per == "token":
-        map_ = f"const float2 map = {side.call('affine', 't + i', 'c')};"
-    unit = f"UNIT[{'i' if side.prefix == 'k' else 'j'}]"
-    number = f"vq_mul({one}, {unit})"
-    stored = f"vq_add(vq_mul({number}, map.x), map.y)" if map_ else number
-    start = START
-    for name, value in (("page", side.page), ("T", T), ("C", C), ("across", -(-dim // C))):
-        start = start.replace(f"{{{name}}}", str(value))
-    return f"""
+        token_map = f"const float2 map = {side.call('affine', 't + i', 'c')};"
+    number = f"vq_mul(u[i * {C} + j], UNIT[{'i' if side.prefix == 'k' else 'j'}])"
+    stored = f"vq_add(vq_mul({number}, map.x), map.y)" if s.per else number
+    outer, inner = (("j", C, channel_map), ("i", T, "")) if channel_map else (("i", T, token_map), ("j", C, ""))
+    start, decoded, copied = START, DECODED, COPIED
+    if C % (16 // WIDTHS[dtype]) or dim % C:  # tiles that are no whole runs
+        decoded, copied = SCALAR, SCALAR_COPIED
+    found = f"""
 {start}
   if (along < tiles) {{
     const uint at = along * {T}u;
@@ -60,16 +63,12 @@ def body(side: Side, dim: int, dtype: str) -> str:
       {side.call("numbers", "t", "c", "u")};
       const float UNIT[{len(units)}] = {{{table}}};
       VQ_UNROLL
-      for (int i = 0; i < {T}; ++i) {{
+      for (int {outer[0]} = 0; {outer[0]} < {outer[1]}; ++{outer[0]}) {{
+        {outer[2]}
         VQ_UNROLL
-        for (int j = 0; j < {C}; ++j) {{
-          {map_}
-          const float found = {stored};
-          if (int(at) + i < packed && column + i >= pad && c + j < {dim}) {{
-            y[(above * length + uint(column + i)) * {dim}u + uint(c + j)] = {kind}(found);
-          }}
-        }}
+        for (int {inner[0]} = 0; {inner[0]} < {inner[1]}; ++{inner[0]}) u[i * {C} + j] = {stored};
       }}
+{decoded}
     }}
   }} else {{
     VQ_UNROLL
@@ -90,20 +89,76 @@ def body(side: Side, dim: int, dtype: str) -> str:
         column = column < pad ? column : -1;
       }}
       if (column >= 0 && (from == 0u || column >= pad)) {{
-        VQ_UNROLL
-        for (int j = 0; j < {C}; ++j) {{
-          if (c + j < {dim}) {{
-            const uint out = (above * length + uint(column)) * {dim}u + uint(c + j);
-            float found = 0.0f;
-            if (from == 1u) found = float(exact[(above * width + place) * {dim}u + uint(c + j)]);
-            if (from == 2u) found = float(sinks[(above * first_width + place) * {dim}u + uint(c + j)]);
-            y[out] = {kind}(found);
-          }}
-        }}
+        const uint out = (above * length + uint(column)) * {dim}u + uint(c);
+        const uint own = (above * width + place) * {dim}u + uint(c);
+        const uint old = (above * first_width + place) * {dim}u + uint(c);
+{copied}
       }}
     }}
   }}
 }}
+"""
+    names = ("page", side.page), ("T", T), ("C", C), ("across", -(-dim // C)), ("dim", dim), ("kind", kind)
+    for name, value in (*names, ("wide", 16 // WIDTHS[dtype])):
+        found = found.replace(f"{{{name}}}", str(value))
+    return found
+
+
+WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
+SCALAR = """
+      VQ_UNROLL
+      for (int i = 0; i < {T}; ++i) {
+        VQ_UNROLL
+        for (int j = 0; j < {C}; ++j) {
+          if (int(at) + i < packed && column + i >= pad && c + j < {dim}) {
+            y[(above * length + uint(column + i)) * {dim}u + uint(c + j)] = {kind}(u[i * {C} + j]);
+          }
+        }
+      }
+"""
+DECODED = """
+      VQ_UNROLL
+      for (int i = 0; i < {T}; ++i) {
+        if (int(at) + i < packed && column + i >= pad) {
+          const uint out = (above * length + uint(column + i)) * {dim}u + uint(c);
+          VQ_UNROLL
+          for (uint k = 0u; k < {C}u / {wide}u; ++k) {
+            gather_run<{kind}> some;
+            VQ_UNROLL
+            for (uint j = 0u; j < {wide}u; ++j) some.v[j] = {kind}(u[uint(i) * {C}u + k * {wide}u + j]);
+            vq_view<gather_run<{kind}>>(y)[out / {wide}u + k] = some;
+          }
+        }
+      }
+"""
+SCALAR_COPIED = """
+        VQ_UNROLL
+        for (uint j = 0u; j < {C}u; ++j) {
+          if (uint(c) + j < {dim}u) {
+            float found = 0.0f;
+            if (from == 1u) found = float(exact[own + j]);
+            if (from == 2u) found = float(sinks[old + j]);
+            y[out + j] = {kind}(found);
+          }
+        }
+"""
+COPIED = """
+        VQ_UNROLL
+        for (uint k = 0u; k < {C}u / {wide}u; ++k) {
+          gather_run<{kind}> some;
+          if (from == 1u && vq_aligned<gather_run<{kind}>>(exact)) {
+            some = vq_view<gather_run<{kind}>>(exact)[own / {wide}u + k];
+          } else {
+            VQ_UNROLL
+            for (uint j = 0u; j < {wide}u; ++j) {
+              float found = 0.0f;
+              if (from == 1u) found = float(exact[own + k * {wide}u + j]);
+              if (from == 2u) found = float(sinks[old + k * {wide}u + j]);
+              some.v[j] = {kind}(found);
+            }
+          }
+          vq_view<gather_run<{kind}>>(y)[out / {wide}u + k] = some;
+        }
 """
 
 
@@ -152,7 +207,7 @@ def _kernel(name: str, text: str, side: Side, dim: int, dtype: str) -> Kernel:
         name=name,
         stands_for="decode",
         body=text,
-        header="\n".join([side.snippet.header.strip(), side.header()]),
+        header="\n".join([RUN, side.snippet.header.strip(), side.header()]),
         inputs={"rows": "int32", "exact": dtype, "sinks": dtype, f"{side.prefix}_table": "int32"} | arrays,
         outputs={"y": Output(dtype, shape)},
         numbers=NUMBERS,
