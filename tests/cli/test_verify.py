@@ -130,3 +130,19 @@ def test_methods_that_cannot_be_verified(vq: Any) -> None:
     assert status == 2 and "simulator" in err
     status, _, err = vq("verify", "--backend", "simulator", "--limit", 0)
     assert status == 2 and "--limit" in err
+
+
+def test_parts_of_what_is_not_attention_are_all_of_it(vq: Any) -> None:
+    """In N processes side by side; what is no part is one clear refusal."""
+    names = []
+    for part in ("1/3", "2/3", "3/3"):
+        status, out, err = vq(
+            "verify", "--backend", "simulator", "--limit", 1, "--no-attention", "--method", "kivi", "--part", part,
+            "--json",
+        )  # fmt: skip
+        assert (status, err) == (0, "")
+        names += [row["kernel"] for row in json.loads(out)]
+    assert sorted(names) == sorted(name for name in KERNELS["kivi"] if not name.startswith("attend_"))
+    for wrong in ("0/3", "4/3", "a/b", "3"):
+        status, out, err = vq("verify", "--part", wrong)
+        assert status == 2 and out == "" and "K/N" in err

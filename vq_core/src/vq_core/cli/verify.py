@@ -24,6 +24,12 @@ def verify(
     backend: Annotated[Where | None, typer.Option(help="Where they run; by default the device's.")] = None,
     method: Annotated[str | None, typer.Option(help="Only this method's kernels, or core.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many configurations of each kernel.")] = None,
+    attention: Annotated[
+        bool, typer.Option(help="The pass kernels of attention too, which take longest to compile.")
+    ] = True,
+    part: Annotated[
+        str | None, typer.Option(help="K/N: each N-th kernel from the K-th on, for N processes side by side.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list of rows on stdout.")] = False,
 ) -> None:
     """Run every kernel of every method and compare with its reference.
@@ -32,6 +38,7 @@ def verify(
     """
     from vq_core.cli.methods import need_mlx, records
 
+    first, parts = _part(part)
     need_mlx()
     records()
     from vq_core.errors import HostError
@@ -44,7 +51,8 @@ def verify(
     if chosen is None:
         raise HostError("this device has neither Metal nor CUDA: give --backend simulator to run them on the CPU")
     runner = choose(chosen)
-    offered, failed = offered_kernels(method)
+    offered, failed = offered_kernels(method, attention=attention)
+    offered = offered[first::parts]
     failed += [
         f"kernel {one.kernel.name} of {one.method} runs on {', '.join(one.kernel.backends)} only"
         for one in offered if chosen not in one.kernel.backends
@@ -63,6 +71,16 @@ def verify(
         typer.echo(f"not verified: {' '.join(line.split())}", err=True)
     if not all(verdict.passed for _, verdict in verdicts):
         raise typer.Exit(1)
+
+
+def _part(text: str | None) -> tuple[int, int]:
+    """The first kernel and the step."""
+    if text is None:
+        return 0, 1
+    first, _, parts = text.partition("/")
+    if not (first.isdecimal() and parts.isdecimal() and 1 <= int(first) <= int(parts)):
+        raise typer.BadParameter(f"{text!r}: K/N with 1 <= K <= N is needed, such as 1/4", param_hint="--part")
+    return int(first) - 1, int(parts)
 
 
 def _row(version: str, verdict: Verdict) -> dict[str, Any]:

@@ -34,7 +34,9 @@ class Offered:
     kernel: Kernel
 
 
-def offered_kernels(method: str | None = None, one_pass: bool = False) -> tuple[list[Offered], list[str]]:
+def offered_kernels(
+    method: str | None = None, one_pass: bool = False, attention: bool = True
+) -> tuple[list[Offered], list[str]]:
     """Every kernel of every usable method and of the core, each once, and why some methods have none to show.
 
     A method with snippets has a pass kernel for each of the usual head sizes and dtypes, with itself on both sides.
@@ -42,6 +44,7 @@ def offered_kernels(method: str | None = None, one_pass: bool = False) -> tuple[
     Args:
         method: Only this one's; ``"core"`` for the core's own.
         one_pass: Of each method's pass kernels only the first, as in golden text.
+        attention: Whether pass kernels are among them: on a GPU it takes minutes to bind what they are made of.
 
     Raises:
         SettingsError: a method that is not installed or offers no kernels.
@@ -51,7 +54,7 @@ def offered_kernels(method: str | None = None, one_pass: bool = False) -> tuple[
         return _core(), []
     if method is not None:
         record = resolve(method)
-        found, failed = _of(record, one_pass)
+        found, failed = _of(record, one_pass, attention)
         if not found and not failed:
             raise SettingsError(
                 f"method {method!r} offers no kernels; without a method all that are installed are taken"
@@ -63,7 +66,7 @@ def offered_kernels(method: str | None = None, one_pass: bool = False) -> tuple[
             failed.append(f"{record.label} is {record.status}: {record.reason}")
             continue
         try:
-            more, refused = _of(record, one_pass)
+            more, refused = _of(record, one_pass, attention)
         except VQError as error:
             failed.append(str(error))
         else:
@@ -91,7 +94,7 @@ def offers_of(manager: pluggy.PluginManager, name: str) -> Sequence[KernelOffer]
     return found
 
 
-def _of(record: MethodRecord, one_pass: bool) -> tuple[list[Offered], list[str]]:
+def _of(record: MethodRecord, one_pass: bool, attention: bool) -> tuple[list[Offered], list[str]]:
     from vq_core.attention.verifying.installed import passes
 
     kernels: dict[Kernel, None] = {}  # each once, in the order of the offers
@@ -99,7 +102,7 @@ def _of(record: MethodRecord, one_pass: bool) -> tuple[list[Offered], list[str]]
         kernels.update(dict.fromkeys(offer.kernels))
     for form in forms_of(record):
         kernels.update(dict.fromkeys(form.kernels))
-    fused, refused = passes(record, one_pass)
+    fused, refused = passes(record, one_pass) if attention else ([], [])
     kernels.update(dict.fromkeys(fused))
     return [Offered(record.name, f"{record.distribution} {record.version}", kernel) for kernel in kernels], refused
 
