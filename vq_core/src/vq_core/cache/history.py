@@ -223,26 +223,34 @@ class History:
 
     def _flush(self, joined: tuple[Joined, Joined], counts: Sequence[int], goal: Sequence[int]) -> list[int]:
         """Pack rows up to ``goal``; returns how many tokens left the window, row by row."""
-        width, taken = joined[0].width, [0] * self.rows
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for row, (count, have, want) in enumerate(zip(counts, self.packed, goal, strict=True)):
-            if want > have:
-                # Rows that start alike and are filled alike can be written together.
-                fills = tuple(have % store.layout.page for store in self.stores.values())
-                before = self.dropped[row] + have
-                groups.setdefault((width - count, want - have, int(before == 0), before, *fills), []).append(row)
-        for (start, n, first, before, *_), rows in groups.items():
+        taken = [0] * self.rows
+        for rows, start, n, first, before in self._groups(joined[0].width, counts, goal):
             if first and self.sinks:
                 self.window.keep_sinks(rows, *self._of(rows, joined, start, start + self.sinks))
                 start += self.sinks
             positions = mx.arange(self.sinks + before, self.sinks + before + n, dtype=mx.int32)
-            positions = mx.broadcast_to(positions, (len(rows), n))
+            positions = positions[None] if len(rows) == 1 else mx.broadcast_to(positions, (len(rows), n))
             data = self._of(rows, joined, start, start + n)
             for (side, store), x in zip(self.stores.items(), data, strict=True):
-                self._write(side, store, rows, x, positions, bool(first))
+                self._write(side, store, rows, x, positions, first)
             for row in rows:
                 taken[row] = n + (self.sinks if first else 0)
         return taken
+
+    def _groups(
+        self, width: int, counts: Sequence[int], goal: Sequence[int]
+    ) -> list[tuple[list[int], int, int, bool, int]]:
+        """Rows that can be packed together, where in the joined tokens they start, how many tokens, whether these are
+        the first of a sequence, and the tokens before them: rows start alike and are filled alike."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row, (count, have, want) in enumerate(zip(counts, self.packed, goal, strict=True)):
+            if want > have:
+                before = self.dropped[row] + have
+                key: tuple[int, ...] = (width - count, want - have, before)
+                if self.rows > 1:
+                    key = (*key, *[have % store.layout.page for store in self.stores.values()])
+                groups.setdefault(key, []).append(row)
+        return [(rows, start, n, not before, before) for (start, n, before, *_), rows in groups.items()]
 
     def _of(self, rows: list[int], joined: tuple[Joined, Joined], begin: int, end: int) -> list[mx.array]:
         """Tokens ``begin`` to ``end`` of some rows, both sides."""
@@ -356,12 +364,14 @@ class History:
     def _view(
         self, packed: Sequence[int], exact: Sequence[int], keys: mx.array, values: mx.array, shown: Sequence[int]
     ) -> CacheView:
-        window = self.window
-        sides = {
-            side: SideView(self.bound[side], self.stores[side].view(packed), x, first)
-            for side, x, first in (("keys", keys, window.sink_keys), ("values", values, window.sink_values))
-        }
-        held = [sum(row) for row in zip(window.sinks, packed, exact, strict=True)]
-        hidden = () if self.sliding is None else tuple(t - n for t, n in zip(held, shown, strict=True))
+        window, bound, stores = self.window, self.bound, self.stores
+        sides = (
+            SideView(bound["keys"], stores["keys"].view(packed), keys, window.sink_keys),
+            SideView(bound["values"], stores["values"].view(packed), values, window.sink_values),
+        )
+        held = [s + n + w for s, n, w in zip(window.sinks, packed, exact, strict=True)]
+        hidden = () if self.sliding is None else tuple([t - n for t, n in zip(held, shown, strict=True)])
         counts = (tuple(window.sinks), tuple(packed), tuple(exact), tuple(self.dropped))
-        return CacheView(sides["keys"], sides["values"], *counts, hidden)
+        if self.rows == 1 and not hidden:
+            return CacheView(*sides, *counts, hidden, held[0], exact[0] == keys.shape[2])
+        return CacheView(*sides, *counts, hidden)
