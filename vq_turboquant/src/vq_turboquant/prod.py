@@ -51,8 +51,12 @@ from vq_core.codec.hadamard import SignHadamard, normaliser
 from vq_core.codec.projection import HIGH, LOW, MOST, DenseRotation, Projection, fold_sum
 from vq_core.codec.rotation import gaussian_matrix, orthogonal_sketch
 from vq_core.kernels import KernelOffer, Snippet
+from vq_core.kernels.device_form import DeviceForm
 from vq_turboquant.parts import rotation_for
 from vq_turboquant.scale import filled, root, unit_vectors
+
+BLOCK, TILE_DIM = 32, 128
+"""Tokens of a block, and head size, on tensor cores."""
 
 
 @attrs.frozen
@@ -196,6 +200,7 @@ def vq_prepare(ctx: PrepareContext, settings: Settings) -> State:
 @hookimpl
 def vq_layout(state: State) -> Layout:
     """Codes, signs and their scales, of 128 tokens."""
+    # Where tensor cores take blocks of 32 tokens, neither order packs earlier than the other.
     fields = [Field("sketch", "uint32", (128, state.signs // 32), codes=True), Field("scale", state.dtype, (128, 1))]
     if state.bits:
         words = state.codes * state.bits // 32
@@ -204,7 +209,19 @@ def vq_layout(state: State) -> Layout:
             *fields,
             Field("gap", state.dtype, (128, 1)),
         ]
-    return Layout(1, fields)
+    return Layout(1 if no_tiles(state) else BLOCK, fields)
+
+
+def no_tiles(state: State) -> str:
+    """Why a side's codes have no form for tensor cores; empty where they have."""
+    if state.bits not in (1, 2):
+        what = f"codes of {state.bits} bits" if state.bits else "a sketch without codes"
+        return f"{what}: tensor cores take codes of 1 and 2 bits beside the sketch, bits=2 and bits=3"
+    if state.dtype != "float16":
+        return f"scales are {state.dtype}, those of models that are not float16; tensor cores take float16"
+    if state.dim != TILE_DIM:
+        return f"head size {state.dim} is not {TILE_DIM}: four lanes take a token's signs, a word each"
+    return ""
 
 
 @hookimpl
@@ -266,3 +283,11 @@ def vq_snippet(state: State) -> Snippet:
     from vq_turboquant.kernels.prod_snippet import snippet
 
     return snippet(state)
+
+
+@hookimpl
+def vq_device() -> Sequence[DeviceForm]:
+    """Codes of 1 and 2 bits and signs as tensor cores take them: :mod:`vq_turboquant.kernels.prod_form`."""
+    from vq_turboquant.kernels.prod_form import FORMS
+
+    return FORMS

@@ -53,6 +53,7 @@ from vq_core.api.attend import Tile
 from vq_core.codec.bits import WORD, pack_bits, unpack_bits
 from vq_core.codec.hadamard import hadamard, unhadamard
 from vq_core.kernels import KernelOffer, Snippet
+from vq_core.kernels.device_form import DeviceForm
 from vq_vecinfer.kmeans import kmeans
 
 PAGE = 128
@@ -308,10 +309,15 @@ def vq_prepare(ctx: PrepareContext, settings: VecInferSettings, artifact: Artifa
 
 @hookimpl
 def vq_layout(state: VecInfer) -> Layout:
-    """The codes of 128 tokens in one stream of bits, and the mean of the sequence."""
+    """The codes of 128 tokens in one stream of bits, and the mean of the sequence.
+
+    Where tensor cores take blocks of 32 tokens neither order packs earlier than the other.
+    """
+    from vq_vecinfer.kernels import device
+
     codes = Field("codes", "uint32", (PAGE * state.places * state.bits // WORD,), codes=True)
     mean = () if state.mean is None else (Field("mean", "float32", (state.head_dim,), axis=None),)
-    return Layout(state.block, (codes, *mean), PAGE)
+    return Layout(state.block if device.declines(state) else device.BLOCK, (codes, *mean), PAGE)
 
 
 @hookimpl
@@ -364,3 +370,11 @@ def vq_snippet(state: VecInfer, side: Side) -> Snippet:
     from vq_vecinfer.kernels.snippets import snippet
 
     return snippet(state, side)
+
+
+@hookimpl
+def vq_device() -> Sequence[DeviceForm]:
+    """Codes of 8 bits for 8 channels as tensor cores take them: :mod:`vq_vecinfer.kernels.form`."""
+    from vq_vecinfer.kernels.form import FORMS
+
+    return FORMS

@@ -127,7 +127,8 @@ def arrays(state: prod.State, undo: bool = False) -> tuple[mx.array, ...]:
     return (*turning, *sketch, table)
 
 
-def _state(constants: Sequence[mx.array], dim: int, bits: int, dtype: str, undo: bool) -> prod.State:
+def constants_of(constants: Sequence[mx.array], dim: int, bits: int, dtype: str, undo: bool) -> prod.State:
+    """The state that a kernel's arrays are, for one direction."""
     *turning, high, low, tables = constants
     held = tables.reshape(4, 16)
     if not undo:
@@ -146,15 +147,16 @@ def _state(constants: Sequence[mx.array], dim: int, bits: int, dtype: str, undo:
     )
 
 
-def _packed(x: mx.array, *constants: mx.array, M: str, bits: int = 0, **rest: object) -> list[mx.array]:
-    state = _state(constants, x.shape[3], bits, M, undo=False)
+def packed(x: mx.array, *constants: mx.array, M: str, bits: int = 0, **rest: object) -> list[mx.array]:
+    """What packing must give: codes, where there are some, sketch, scale and gap."""
+    state = constants_of(constants, x.shape[3], bits, M, undo=False)
     rows = prod.vq_pack(state, prod.vq_encode(state, x))
     return [rows[name] for name in _fields(bits)]
 
 
 def _unpacked(*given: mx.array, head_dim: int, bits: int = 0, **rest: object) -> tuple[mx.array]:
     names = _fields(bits)
-    state = _state(given[len(names) :], head_dim, bits, "float32", undo=True)
+    state = constants_of(given[len(names) :], head_dim, bits, "float32", undo=True)
     return (prod.vq_decode(state, dict(zip(names, given, strict=False))),)
 
 
@@ -181,7 +183,7 @@ def _unpacking(kind: str) -> Callable[[], Iterator[Case]]:
         for case in _packing(kind)():
             bits, dtype = case.parameters.get("bits", 0), case.parameters["M"]
             dim = case.inputs[0].shape[3]
-            rows = _packed(*case.inputs, **case.parameters)
+            rows = packed(*case.inputs, **case.parameters)
             constants = arrays(state_of(bits, dim, dtype, kind), undo=True)
             given = {"head_dim": dim, "rows": case.parameters["rows"]} | ({"bits": bits} if bits else {})
             yield Case((*rows, *constants), given, case.name)
@@ -217,7 +219,7 @@ def _check_packing(call: Call) -> str:
     if given["M"] != vectors.metadata_dtype(given["T"]):
         return f"scales of {given['T']} numbers are {vectors.metadata_dtype(given['T'])}, not {given['M']}"
     dim = x[-1]
-    wrong = vectors.check(call, dim, x, "x") or _check_constants(call, (dim, filled(dim, 1)))
+    wrong = vectors.check(call, dim, x, "x") or check_constants(call, (dim, filled(dim, 1)))
     if not wrong and "bits" in given and call.numbers["W"] != filled(dim, given["bits"]):
         return (
             f"W={call.numbers['W']}: {dim} codes of {given['bits']} bits are filled up to {filled(dim, given['bits'])}"
@@ -227,7 +229,7 @@ def _check_packing(call: Call) -> str:
 
 def _check_unpacking(call: Call) -> str:
     sketch, dim, bits = call.shapes["sketch"], call.numbers["head_dim"], call.parameters.get("bits", 0)
-    wrong = vectors.check(call, dim, sketch, "sketch") or _check_constants(call, (filled(dim, 1), dim))
+    wrong = vectors.check(call, dim, sketch, "sketch") or check_constants(call, (filled(dim, 1), dim))
     wanted = {"sketch": filled(dim, 1) // 32, "scale": 1}
     wanted |= {"codes": filled(dim, bits) * bits // 32, "gap": 1} if bits else {}
     for name, last in wanted.items():
@@ -236,7 +238,8 @@ def _check_unpacking(call: Call) -> str:
     return wrong
 
 
-def _check_constants(call: Call, shape: tuple[int, int]) -> str:
+def check_constants(call: Call, shape: tuple[int, int]) -> str:
+    """What is wrong with the sketch, whose parts have this shape, or with the tables."""
     wanted = {"sketching": shape, "sketching_low": shape, "tables": (vectors.TABLE,)}
     for name, one in wanted.items():
         if call.shapes[name] != one:
@@ -244,12 +247,14 @@ def _check_constants(call: Call, shape: tuple[int, int]) -> str:
     return ""
 
 
-def _constants(kind: str) -> dict[str, str]:
+def constant_inputs(kind: str) -> dict[str, str]:
+    """A kind's arrays besides the tokens, and their dtypes."""
     turning = {} if kind == SKETCH else vectors.rotation_inputs(kind)
     return turning | {"sketching": "float32", "sketching_low": "float32", "tables": "float32"}
 
 
-def _header(kind: str) -> str:
+def header(kind: str) -> str:
+    """Functions of a kind's kernels."""
     return vectors.HELPERS["haar"] + (vectors.HELPERS[kind] if kind == "hadamard" else "")
 
 
@@ -262,14 +267,14 @@ def _packer(kind: str) -> Kernel:
         name=f"turboquant_prod_pack_{kind}",
         stands_for="encode+pack",
         body=_pack_text(kind),
-        header=_header(kind),
-        inputs={"x": "T", **_constants(kind)},
+        header=header(kind),
+        inputs={"x": "T", **constant_inputs(kind)},
         outputs=outputs,
         parameters={"T": DTYPES, "M": ("float16", "float32")} | ({"bits": WIDTHS} if coded else {}),
         numbers=("rows", "W") if coded else ("rows",),
         threads=vectors.threads,
         threadgroups=vectors.threadgroups,
-        equals=_packed,
+        equals=packed,
         cases=_packing(kind),
         check=_check_packing,
     )
@@ -284,8 +289,8 @@ def _unpacker(kind: str) -> Kernel:
         name=f"turboquant_prod_unpack_{kind}",
         stands_for="decode",
         body=_unpack_text(kind),
-        header=_header(kind) + (vectors.UNPACK if coded else ""),
-        inputs={**fields, **_constants(kind)},
+        header=header(kind) + (vectors.UNPACK if coded else ""),
+        inputs={**fields, **constant_inputs(kind)},
         outputs={"x": Output("float32", lambda call: (*call.shapes["sketch"][:3], call.numbers["head_dim"]))},
         parameters={"M": ("float16", "float32")} | ({"bits": WIDTHS} if coded else {}),
         numbers=("head_dim", "rows"),

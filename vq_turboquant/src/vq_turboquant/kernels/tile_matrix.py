@@ -236,6 +236,16 @@ def _alike(book: Codebook) -> bool:
 
 
 @cache
+def look_up(side: str, lower: tuple[float, ...]) -> tuple[str, float]:
+    """Text of ``tile_<side>_pairs`` for two levels of the lower half of the codes, and what they are scaled by."""
+    book = codebook(lower)
+    text = PAIRS[2] if _alike(book) else BOTH_BYTES
+    for word, value in (_tables(book) | {"SIDE": side}).items():
+        text = text.replace(word, value)
+    return text, book.scale
+
+
+@cache
 def snippet(name: str, side: Side, dim: int, lower: tuple[float, ...], apart: bool = False) -> MatrixSnippet:
     """The snippet of one codebook, without what brings queries into the stored basis and sums out of it.
 

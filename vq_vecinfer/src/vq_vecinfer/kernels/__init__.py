@@ -17,6 +17,7 @@ from vq_core.kernels import Backend, Call, Kernel, KernelOffer, Output
 from vq_vecinfer import method
 from vq_vecinfer.kernels import bodies
 from vq_vecinfer.kernels.cases import dequantizing_cases, key_cases, quantizing_cases
+from vq_vecinfer.kernels.query import QUERY
 from vq_vecinfer.kernels.reference import BITS, DTYPES, SUBS, dequantized, quantized, quantized_keys
 
 THREADS = 128
@@ -176,5 +177,9 @@ def unpack(state: method.VecInfer, packed: Tile, backend: Backend, **rest: objec
     return method.restored(state, y + packed["mean"][:, :, None] if state.mean is not None else y)
 
 
-OFFERS = (KernelOffer("encode+pack", (QUANTIZE, QUANTIZE_KEYS), pack), KernelOffer("decode", (DEQUANTIZE,), unpack))
+OFFERS = (
+    KernelOffer("encode+pack", (QUANTIZE, QUANTIZE_KEYS), pack),
+    KernelOffer("decode", (DEQUANTIZE,), unpack),
+    KernelOffer("", (QUERY,)),
+)
 KERNELS = (QUANTIZE, QUANTIZE_KEYS, DEQUANTIZE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vq_core.api import Side
 from vq_core.kernels.standard.hadamard import ROTATE
 
 HEADER = ROTATE
@@ -111,3 +112,59 @@ if (i < total) {
   }
 }
 """
+
+
+# ---- the device's order, see vq_vecinfer.kernels.device: sub and bits are 8
+
+DEVICE_KEYS = f"""
+// x (B, H, n, D), inverse (H, D), codebook (S, 256, 8), halves (S, 256) -> codes (B, H, n / 32, D).
+// As of keys above, but for the mean; a word is of one token.
+const int sub = 8;
+VQ_SHARED(float, all, 1024);
+VQ_SHARED(uint, found, 128);
+const uint D = x_shape[3], M = D / 8u, books = halves_shape[0], C = 256u;
+const uint heads = x_shape[1], n = x_shape[2], rows = uint(x_shape[0]) * heads * n, tokens = 128u / M;
+const uint thread = thread_index_in_threadgroup, lane = thread_index_in_simdgroup;
+const uint first = threadgroup_position_in_grid.x * tokens;
+for (uint t = simdgroup_index_in_threadgroup; t < tokens; t += 4u) {{
+  const uint row = min(first + t, rows - 1u);  // spare ones repeat the last token's work
+  for (uint i = lane; i < D; i += 32u) {{
+    all[t * D + i] = vq_mul(float(x[row * D + i]), inverse[row / n % heads * D + i]);
+  }}
+  hadamard(all + t * D, D, lane, false);
+}}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+const uint own = min(thread, tokens * M - 1u), book = books == 1u ? 0u : own % M;
+{_NEAREST.replace("SOURCE", "all[own * uint(sub) + uint(j)]")}
+found[thread] = finite ? code : 0u;
+threadgroup_barrier(mem_flags::mem_threadgroup);
+const uint row = first + thread / (M / 4u), r = thread % (M / 4u);
+if (thread < tokens * M / 4u && row < rows) {{
+  uint word = 0u;
+  VQ_UNROLL
+  for (uint i = 0u; i < 4u; ++i) word |= found[4u * thread + i] << (8u * i);
+  codes[row / 32u * D + (r * 8u + (row & 7u)) * 4u + (row / 8u & 3u)] = word;
+}}
+"""
+DEVICE_VALUES = f"""
+// x (B, H, n, D), codebook (S, 256, 8), halves (S, 256) -> codes (B, H, n / 32, D).
+// A thread finds the nearest centroid for one byte of the device's order, a threadgroup fills 32 words.
+const int sub = 8;
+VQ_SHARED(uint, found, 128);
+const uint D = x_shape[3], M = D / 8u, books = halves_shape[0], C = 256u;
+const uint thread = thread_index_in_threadgroup, first = threadgroup_position_in_grid.x * 128u;
+const uint block = (first + thread) / (32u * M), r = first + thread - block * 32u * M;
+const uint token = block * 32u + 16u * (r >> 2 & 1u) + 8u * (r >> 1 & 1u) + 2u * (r >> 4 & 3u) + (r & 1u);
+const uint place = 4u * (r >> 7) + 2u * (r >> 3 & 1u) + (r >> 6 & 1u);
+const uint own = token * M + place, book = books == 1u ? 0u : place;
+{_NEAREST.replace("SOURCE", "float(x[own * uint(sub) + uint(j)])")}
+found[thread] = finite ? code : 0u;
+threadgroup_barrier(mem_flags::mem_threadgroup);
+if (thread < 32u) {{
+  uint word = 0u;
+  VQ_UNROLL
+  for (uint i = 0u; i < 4u; ++i) word |= found[4u * thread + i] << (8u * i);
+  codes[first / 4u + thread] = word;
+}}
+"""
+DEVICE: dict[Side, str] = {"keys": DEVICE_KEYS, "values": DEVICE_VALUES}

@@ -6,8 +6,11 @@ C is 4,096, and pays only for more tokens than centroids: a lane reads the centr
 
 from __future__ import annotations
 
+from functools import partial
+
 from vq_core.api import Side
 from vq_core.kernels.skeleton.snippet import Snippet
+from vq_vecinfer.kernels import query
 from vq_vecinfer.method import VecInfer
 
 CHANNELS = 8
@@ -42,5 +45,5 @@ def snippet(state: VecInfer, side: Side) -> Snippet:
             "TOKENS": tokens, "SUB": state.sub, "BITS": state.bits, "DIM": state.head_dim,
             "BOOKS": int(state.codebook.shape[0]),
         },
-        prepare=state.prepare_query if side == "keys" else None,
+        prepare=partial(query.prepare, state) if side == "keys" else None,
     )  # fmt: skip

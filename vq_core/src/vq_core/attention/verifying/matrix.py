@@ -55,6 +55,8 @@ def matrix_kernel(keys: BoundSide, values: BoundSide) -> Kernel:
     def some() -> Iterator[Case]:
         for turn, case in enumerate(cases(portable, keys, values, SERVED)):
             a: dict[str, mx.array] = dict(zip(portable.run.inputs, case.inputs, strict=True)) | constants
+            if own.prepare is not None:  # which may differ from the portable snippet's, by a power of two
+                a["prepared"] = own.prepare(a["q"].astype(mx.float32))
             numbers = {name: case.parameters[name] for name in own.run.numbers if name not in ("folded", "fresh")}
             fits = 2 * numbers["exact_splits"] <= numbers["splits"]
             numbers["folded"] = (1, 3, 0)[turn % 3] if fits else 0
