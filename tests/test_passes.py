@@ -183,6 +183,26 @@ def test_decoding_is_that_of_the_hooks_bit_for_bit(text: str, dim: int, dtype: s
             assert verdict.identical and verdict.configurations == 5, verdict
 
 
+DECODING_BROKEN = {
+    "which token": ("uint(column + i)) * 64u", "uint(column + 1)) * 64u"),
+    "which run": ("(y)[out / 4u + k] = some", "(y)[out / 4u] = some"),
+    "the place in a run": ("some.v[j] = float(u[uint(i) * 8u + k * 4u + j])", "some.v[j] = float(u[k * 4u])"),
+    "exact tokens": ("(exact)[own / 4u + k]", "(exact)[old / 4u + k]"),
+    "first tokens": ("float(sinks[old + k * 4u + j])", "float(sinks[own + k * 4u + j])"),
+    "what precedes a row": ("column = column < pad ? column : -1", "column = -1"),
+    "what has left the window": ("column + i >= pad", "true"),
+}
+
+
+def test_a_broken_decoding_differs() -> None:
+    _, whole = decoding_kernels(*(bound("kivi:bits=4", side, 64, "float32") for side in SIDES))
+    for name, (old, new) in DECODING_BROKEN.items():
+        assert old in whole.body, name
+        broken = attrs.evolve(whole, name=f"broken_decoding_{len(name)}", body=whole.body.replace(old, new))
+        verdict = verify("kivi", broken, "simulator", Simulated())
+        assert not verdict.passed and (verdict.error or verdict.differing), f"{name}: {verdict}"
+
+
 # ---- which are run
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from vq_core import PackedKVCache
-from vq_core.cache.history import History, frontier
+from vq_core.cache.history import History
+from vq_core.cache.packing import frontier
 from vq_core.errors import PluginError
 
 Make = Callable[..., PackedKVCache]

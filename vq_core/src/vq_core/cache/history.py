@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from vq_core.attention.view import CacheView, SideView
 from vq_core.cache.cutting import cut_row
+from vq_core.cache.packing import Group, packing
 from vq_core.cache.steady import Coming, Steady, room
 from vq_core.cache.store import PageStore
 from vq_core.cache.window import Joined, Window, owned
@@ -18,11 +19,6 @@ from vq_core.plugins.binding import BoundSide
 
 EVERYTHING = 2**31
 """A residual window that nothing leaves."""
-
-
-def frontier(tokens: int, sinks: int, residual: int, block: int) -> int:
-    """f(T): how many tokens of a sequence of T that was only appended to are packed."""
-    return max(0, tokens - sinks - residual) // block * block
 
 
 class History:
@@ -44,7 +40,8 @@ class History:
         self.residual, self.sinks = residual, sinks
         self.block = math.lcm(keys.layout.block, values.layout.block)
         self.sliding, self._queries = sliding, 1
-        self.unit = math.lcm(keys.layout.page, values.layout.page)
+        self.pages = keys.layout.page, values.layout.page
+        self.unit = math.lcm(*self.pages)
         self.window = Window(rows)
         self.stores = {side: PageStore(b.layout, b.ctx.kv_heads, rows) for side, b in self.bound.items()}
         self._steady: Steady | None = None
@@ -161,39 +158,30 @@ class History:
 
     def _append(self, keys: mx.array, values: mx.array) -> CacheView:
         window, length = self.window, keys.shape[2]
-        joined = window.joined(keys, values)
-        width, before = joined[0].width, self.lengths
-        shown = self._shown([t + length for t in before], length)
-        counts = [n + length for n in window.counts]
-        goal = [
-            max(n, frontier(t + length, self.sinks, self.residual, self.block) - d)
-            for n, t, d in zip(self.packed, before, self.dropped, strict=True)
-        ]
-        if goal == self.packed:
+        joined, dropped = window.joined(keys, values), tuple(self.dropped)
+        width, shown = joined[0].width, self._shown([t + length for t in self.lengths], length)
+        packs = packing(
+            length, tuple(window.counts), tuple(window.sinks), tuple(self.packed), dropped,
+            self.sinks, self.residual, self.block, self.pages,
+        )  # fmt: skip
+        if not packs.groups:
             window.keys, window.values = (x.whole() for x in joined)
-            window.counts = counts
+            window.counts = [n + length for n in window.counts]
             return self.view(shown)
-        # For attention: what was packed by now of the tokens before this chunk.
-        seen = [
-            max(n, min(g, max(0, t - self.sinks) // self.block * self.block - d))
-            for n, g, t, d in zip(self.packed, goal, before, self.dropped, strict=True)
-        ]
-        packing = [g - n for g, n in zip(goal, self.packed, strict=True)]
         draft = self.copy()  # the stores that drafts share are not written to
-        taken = draft._flush(joined, counts, goal)
+        draft._flush(joined, packs.groups)
         window = draft.window
-        window.counts = [n - t for n, t in zip(counts, taken, strict=True)]
-        window.approximate = [max(0, a - n) for a, n in zip(window.approximate, packing, strict=True)]
-        kept = max(window.counts)
+        window.counts = list(packs.left)
+        window.approximate = [max(0, a - n) for a, n in zip(window.approximate, packs.tokens, strict=True)]
+        kept = max(packs.left)
         window.keys, window.values = (x.owned(width - kept, width) for x in joined)
         self.window, self.stores = window, draft.stores
-        if seen == self.packed:
+        if not packs.changed:
             return self.view(shown)
-        exact = [t + length - d - s - n for t, d, s, n in zip(before, self.dropped, window.sinks, seen, strict=True)]
-        widest = max(exact)
+        widest = max(packs.exact)
         # Nothing of the cache stays lazy behind an attention that is done: lazy arrays belong to one thread.
         recent, values = mx.depends([x.cut(width - widest, width) for x in joined], self.arrays())
-        return self._view(seen, exact, recent, values, shown)
+        return self._view(packs.seen, packs.exact, recent, values, shown)
 
     def _shown(self, lengths: Sequence[int], queries: int = 1) -> list[int]:
         """How many of each row's newest tokens the last ``queries`` of them attend to, together.
@@ -221,28 +209,19 @@ class History:
             store.drop(gone)
         return True
 
-    def _flush(self, joined: tuple[Joined, Joined], counts: Sequence[int], goal: Sequence[int]) -> list[int]:
-        """Pack rows up to ``goal``; returns how many tokens left the window, row by row."""
-        width, taken = joined[0].width, [0] * self.rows
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for row, (count, have, want) in enumerate(zip(counts, self.packed, goal, strict=True)):
-            if want > have:
-                # Rows that start alike and are filled alike can be written together.
-                fills = tuple(have % store.layout.page for store in self.stores.values())
-                before = self.dropped[row] + have
-                groups.setdefault((width - count, want - have, int(before == 0), before, *fills), []).append(row)
-        for (start, n, first, before, *_), rows in groups.items():
+    def _flush(self, joined: tuple[Joined, Joined], groups: Sequence[Group]) -> None:
+        """Pack groups of rows."""
+        for group in groups:
+            rows, n, first, start = list(group.rows), group.tokens, group.first, joined[0].width - group.end
             if first and self.sinks:
                 self.window.keep_sinks(rows, *self._of(rows, joined, start, start + self.sinks))
                 start += self.sinks
-            positions = mx.arange(self.sinks + before, self.sinks + before + n, dtype=mx.int32)
-            positions = mx.broadcast_to(positions, (len(rows), n))
+            begin = self.sinks + group.before
+            positions = mx.arange(begin, begin + n, dtype=mx.int32)
+            positions = positions[None] if len(rows) == 1 else mx.broadcast_to(positions, (len(rows), n))
             data = self._of(rows, joined, start, start + n)
             for (side, store), x in zip(self.stores.items(), data, strict=True):
-                self._write(side, store, rows, x, positions, bool(first))
-            for row in rows:
-                taken[row] = n + (self.sinks if first else 0)
-        return taken
+                self._write(side, store, rows, x, positions, first)
 
     def _of(self, rows: list[int], joined: tuple[Joined, Joined], begin: int, end: int) -> list[mx.array]:
         """Tokens ``begin`` to ``end`` of some rows, both sides."""
@@ -356,12 +335,14 @@ class History:
     def _view(
         self, packed: Sequence[int], exact: Sequence[int], keys: mx.array, values: mx.array, shown: Sequence[int]
     ) -> CacheView:
-        window = self.window
-        sides = {
-            side: SideView(self.bound[side], self.stores[side].view(packed), x, first)
-            for side, x, first in (("keys", keys, window.sink_keys), ("values", values, window.sink_values))
-        }
-        held = [sum(row) for row in zip(window.sinks, packed, exact, strict=True)]
-        hidden = () if self.sliding is None else tuple(t - n for t, n in zip(held, shown, strict=True))
+        window, bound, stores = self.window, self.bound, self.stores
+        sides = (
+            SideView(bound["keys"], stores["keys"].view(packed), keys, window.sink_keys),
+            SideView(bound["values"], stores["values"].view(packed), values, window.sink_values),
+        )
+        held = [s + n + w for s, n, w in zip(window.sinks, packed, exact, strict=True)]
+        hidden = () if self.sliding is None else tuple([t - n for t, n in zip(held, shown, strict=True)])
         counts = (tuple(window.sinks), tuple(packed), tuple(exact), tuple(self.dropped))
-        return CacheView(sides["keys"], sides["values"], *counts, hidden)
+        if self.rows == 1 and not hidden:
+            return CacheView(*sides, *counts, hidden, held[0], exact[0] == keys.shape[2])
+        return CacheView(*sides, *counts, hidden)

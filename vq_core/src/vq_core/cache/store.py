@@ -181,46 +181,46 @@ class PageStore:
     ) -> None:
         """Write tokens ``begin`` to ``end`` of ``data`` as new pages ``used`` to ``needed``."""
         page, rows = self.layout.page, (needed - used) // depth
-        full, spare = (end - begin) // page, self._spare_pages(needed, total)
-        inside = needed <= self.capacity
+        full, inside = (end - begin) // page, needed <= self.capacity
+        spare = 0 if inside else self._spare_pages(needed, total)
+        blank = needed - used - full * rows
         for field, axis, length in self.layout.rows:
-            piece = _along(data[field.name], axis, length * begin // page, length * end // page)
+            piece = data[field.name]
+            if begin:
+                piece = _along(piece, axis, length * begin // page, length * end // page)
+            old = self._widen(field, piece)
             if inside:
-                old = self._widen(field, piece)
                 new = old.reshape(old.shape)
                 new[used:needed] = _by_page(piece, axis, length, depth)
             else:
-                whole = _by_page(_along(piece, axis, 0, full * length), axis, length, full) if full else None
-                new = self._exchanged(field, piece, whole, used, needed - used - full * rows, spare)
-                if full < depth:
-                    rest = _along(piece, axis, full * length, piece.shape[axis])
+                first, rest = piece, None
+                if blank:
+                    first, rest = (
+                        _along(piece, axis, 0, full * length),
+                        _along(piece, axis, full * length, piece.shape[axis]),
+                    )
+                parts = [old if used == old.shape[0] else old[:used]] if used else []
+                if full:
+                    whole = _by_page(first, axis, length, full)
+                    parts.append(whole if whole.dtype == old.dtype else whole.astype(old.dtype))
+                if blank or (spare and parts[-1].shape[0] < spare):
+                    parts.append(mx.zeros((blank + spare, self.heads, *field.shape), old.dtype))
+                elif spare:
+                    parts.append(parts[-1][:spare])  # anything: a page is written as a whole; zeros are a launch more
+                new = mx.concatenate(parts) if len(parts) > 1 else mx.contiguous(parts[0])
+                if rest is not None:
                     new[(slice(needed - rows, needed), *(slice(None),) * (axis - 1), slice(0, rest.shape[axis]))] = rest
             self.paged[field.name] = new
         if not inside:
             self.capacity = new.shape[0]
-
-    def _exchanged(
-        self, field: Field, piece: mx.array, whole: mx.array | None, used: int, blank: int, spare: int
-    ) -> mx.array:
-        """A new array of the pages used, the whole ones of ``piece``, blank and spare ones."""
-        parts = []
-        if used:
-            parts.append(_along(self._widen(field, piece), 0, 0, used))
-        dtype = parts[0].dtype if parts else piece.dtype
-        if whole is not None:
-            parts.append(whole if whole.dtype == dtype else whole.astype(dtype))
-        if blank or (spare and (whole is None or whole.shape[0] < spare)):
-            parts.append(mx.zeros((blank + spare, self.heads, *field.shape), dtype))
-        elif spare:
-            parts.append(parts[-1][:spare])  # anything: a page is written as a whole; zeros would take a launch
-        return mx.concatenate(parts) if len(parts) > 1 else mx.contiguous(parts[0])
 
     def _widen(self, field: Field, rows: mx.array) -> mx.array:
         """The field's array, converted to the wide dtype if these rows need it."""
         old = self.paged.get(field.name)
         if old is None:
             old = mx.zeros((0, self.heads, *field.shape), rows.dtype)
-        return old.astype(rows.dtype) if rows.dtype.size > old.dtype.size else old
+        dtype = rows.dtype
+        return old if old.dtype == dtype or dtype.size <= old.dtype.size else old.astype(dtype)
 
     def _spare_pages(self, needed: int, tokens: int) -> int:
         """Pages to add beyond the needed ones, so that capacity not used stays within 128 tokens or 3%."""
