@@ -78,6 +78,7 @@ for (uint n = turn * WARPS + warp; n < units; n += exact_splits * WARPS) {
     VQ_GLOBAL(KIND) from = (token < edge ? from_v + token * V : new_v + (late + token - edge) * V) + c;
     READ
   }
+  FENCE
   float4 y = vq_float4(0.0f, 0.0f, 0.0f, 0.0f), z = y;
   VQ_UNROLL
   for (uint x = 0u; x < PAIRS / 4; ++x) {
