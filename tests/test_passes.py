@@ -159,7 +159,7 @@ MATRIX_BROKEN = {
     "first tokens": ("old ? sink_k : exact_k", "old ? exact_k : exact_k"),
     "pairs of tokens": ("matrix_highs(r[o],", "matrix_lows(r[o],"),
     "where new tokens begin": ("token < edge ?", "token <= edge ?"),
-    "the next window": ("(to + token)", "(to + token + 1u)"),
+    "the next window": ("grown_k)[((to + token)", "grown_k)[((to + (token ^ 1u))"),
     "who takes fewer steps": ("part < exact_splits ? cut : 0u", "part < exact_splits ? cut + 1u : 0u"),
 }
 

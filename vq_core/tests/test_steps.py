@@ -203,7 +203,7 @@ def nodes(arrays: list[mx.array], path: Path) -> list[str]:
 def test_a_step_makes_two_nodes(echo: Make, normal: Any, rows: int, tmp_path: Path) -> None:
     """The two windows; of the pages nothing is cut, whatever capacity they have to spare."""
     cache = echo(block=32, page=128, residual=128)
-    cache.update_and_fetch(*[normal(rows, 1, 8192 + 64 + 128, 4)] * 2)  # a page begun: the next ones are there
+    cache.update_and_fetch(*[normal(rows, 1, 4096 + 128, 4)] * 2)
     steps_of(cache, [normal(rows, 1, 1, 4)])
     history = cache._history
     assert history is not None and history.stores["keys"].capacity > history.stores["keys"].used

@@ -187,7 +187,7 @@ def stored(state: KiviState, scale: mx.array, zero: mx.array) -> tuple[mx.array,
 
     For a bfloat16 model, and only there, a flush looks at the data, which waits for it.
     """
-    if state.metadata == "float32":
+    if state.metadata == "float32" or (scale.dtype == mx.float16 and zero.dtype == mx.float16):
         return scale, zero
     if state.may_widen:
         outside = [(mx.abs(a) > FLOAT16_MAX) & (mx.abs(a) < mx.inf) for a in (scale, zero)]

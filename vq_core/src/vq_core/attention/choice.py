@@ -215,7 +215,7 @@ def proven(view: CacheView, found: Fit, queries: mx.array, tier: str, rows: int,
     kernel = {"matrix": found.matrix and found.matrix.run, "kernel": found.kernels and found.kernels.run}.get(
         tier, found.dense
     )
-    key = (kernel, found.backend, tier, rows, queries.dtype)
+    key = (kernel, found.backend, tier, rows, queries.dtype, *_around(found, tier))
     reason = _proven.get(key)
     if reason is None or (reason and fallback != "warn"):  # what another cache goes on without is an error to this one
         with _lock:
@@ -223,6 +223,15 @@ def proven(view: CacheView, found: Fit, queries: mx.array, tier: str, rows: int,
             if reason is None or (reason and fallback != "warn"):
                 reason = _proven[key] = _try(view, found, queries.dtype, tier, rows, fallback)
     return reason
+
+
+def _around(found: Fit, tier: str) -> tuple[Kernel | None, bool]:
+    """What runs before and after a pass, which layers of one text may differ in: the merge; whether queries turn."""
+    if tier == "matrix" and found.matrix is not None:
+        return found.matrix.merge, found.matrix.signs[0] is not None
+    if tier == "kernel" and found.kernels is not None:
+        return found.kernels.merge, found.kernels.keys.snippet.signs is not None
+    return None, False
 
 
 LONG = 24

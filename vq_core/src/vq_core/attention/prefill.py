@@ -12,9 +12,7 @@ import mlx.core as mx
 from vq_core.attention.choice import Fit
 from vq_core.attention.fused import exact_arrays, facts_of, field_arrays, table_of
 from vq_core.attention.masks import Mask
-from vq_core.attention.view import CacheView, SideView
-from vq_core.kernels.kernel import Kernel
-from vq_core.kernels.skeleton.portable import Side
+from vq_core.attention.view import CacheView
 
 SCRATCH = 1 << 28
 """Bytes of keys and values that are decoded at once: 65,536 tokens of 8 heads of 128 in float16."""
@@ -55,10 +53,7 @@ def attend_scratch(
     """Attention of any number of queries (B, H_q, L, D): (B, H_q, L, D_v)."""
     from vq_core.attention.packed import stock_attention
 
-    assert found.dense is not None
-    # Not before this layer's queries are there: MLX would decode many layers first.
-    keys = _dense(view, view.keys, found.dense[0], found.sides[0], found, q)
-    values = _dense(view, view.values, found.dense[1], found.sides[1], found, q)
+    keys, values = decoded(view, found, q)
     given = "causal" if mask.causal else None if mask.array is None else mask.array.flatten(1, 2)
     out: mx.array = stock_attention(q.astype(keys.dtype), keys, values, scale=scale, mask=given, sinks=sinks)
     begin(out)
@@ -77,18 +72,27 @@ def begin(out: mx.array) -> None:
             raise
 
 
-def _dense(view: CacheView, side: SideView, kernel: Kernel, known: Side, found: Fit, after: mx.array) -> mx.array:
-    fields = field_arrays(side, known)
-    fields = mx.depends(fields, [after]) if fields else fields
-    exact, first = exact_arrays(side)
-    if side.sinks is None:
-        first = _NONE[exact.dtype]  # the window itself, which else stands for them, might be copied once more
-    regular = side.pages.table is None
-    y: mx.array = kernel(
-        facts_of(view), exact, first, table_of(side, view.rows, regular), *fields, backend=found.backend,
-        length=view.length, regular=int(regular), depth=side.pages.depth, before=view.length - min(view.lengths),
-    )[0]  # fmt: skip
-    return y
+def decoded(view: CacheView, found: Fit, after: mx.array) -> tuple[mx.array, mx.array]:
+    """All keys and values (B, H, T, D), decoded not before an array is there: MLX would decode many layers first."""
+    assert found.dense is not None
+    sides = view.keys, view.values
+    fields = [field_arrays(side, known) for side, known in zip(sides, found.sides, strict=True)]
+    given: list[mx.array] = [*fields[0], *fields[1]]
+    given = mx.depends(given, [after]) if given else given
+    halves = given[: len(fields[0])], given[len(fields[0]) :]
+    facts, regular = facts_of(view), [side.pages.table is None for side in sides]
+    numbers = {"length": view.length, "before": view.length - min(view.lengths)}
+    made = []
+    for side, kernel, part, plain in zip(sides, found.dense, halves, regular, strict=True):
+        exact, first = exact_arrays(side)
+        if side.sinks is None:
+            first = _NONE[exact.dtype]  # the window itself, which else stands for them, might be copied once more
+        y: mx.array = kernel(
+            facts, exact, first, table_of(side, view.rows, plain), *part, backend=found.backend, **numbers,
+            regular=int(plain), depth=side.pages.depth,
+        )[0]  # fmt: skip
+        made.append(y)
+    return made[0], made[1]
 
 
 _NONE = {dtype: mx.array([[[[0.0]] * 8]], dtype) for dtype in (mx.float16, mx.bfloat16, mx.float32)}

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 
-from vq_core.attention.view import CacheView, SideView, decode_depths
+from vq_core.attention.view import CacheView, SideView
+from vq_core.cache.cutting import cut_row
 from vq_core.cache.steady import Coming, Steady, room
 from vq_core.cache.store import PageStore
 from vq_core.cache.window import Joined, Window, owned
@@ -275,13 +276,14 @@ class History:
         self._queries = 1
         goal = [t - n for t in self.held]
         if all(g >= s + p for g, s, p in zip(goal, window.sinks, self.packed, strict=True)):
-            self._shorten(n)
+            self.shorten(n)
             return
-        parts = [self._trimmed(row, g) for row, g in enumerate(goal)]  # in tokens held, as goal is
+        parts = [cut_row(self, row, g) for row, g in enumerate(goal)]  # in tokens held, as goal is
         self.stores = {side: PageStore.join([p.stores[side] for p in parts]) for side in self.stores}
         self.window = Window.join([p.window for p in parts])
 
-    def _shorten(self, n: int) -> None:
+    def shorten(self, n: int) -> None:
+        """Drop the newest n tokens of every row, all of them exact ones."""
         window = self.window
         end, counts = window.width - n, [c - n for c in window.counts]
         if window.keys is None or window.values is None:
@@ -292,42 +294,6 @@ class History:
         # Where no sink tokens are set apart, the first of the window are the exact first tokens of the sequence.
         lead = [0 if s or p else self.sinks for s, p in zip(window.sinks, self.packed, strict=True)]
         window.approximate = [min(a, max(0, c - n)) for a, c, n in zip(window.approximate, counts, lead, strict=True)]
-
-    def _trimmed(self, row: int, goal: int) -> History:
-        """One row, alone, cut to ``goal`` tokens."""
-        part = self.select([row])
-        window, sinks, packed = part.window, part.window.sinks[0], part.packed[0]
-        if goal >= sinks + packed:
-            part._shorten(part.held[0] - goal)
-            return part
-        keep = max(0, goal - sinks) // self.block * self.block
-        view, dropped = part.view(), part.dropped[0]
-        exact = []
-        for side, stored, first in (
-            ("keys", view.keys, window.sink_keys),
-            ("values", view.values, window.sink_values),
-        ):
-            page = self.bound[side].layout.page
-            pieces = []
-            if not keep and first is not None and sinks:
-                pieces.append(first[:, :, : min(sinks, goal)])
-            if goal > sinks + keep:
-                begin = keep // page
-                decoded = decode_depths(view, stored, begin, -(-(goal - sinks) // page)).astype(stored.exact.dtype)
-                pieces.append(decoded[:, :, keep - begin * page : goal - sinks - begin * page])
-            blank = stored.exact[:, :, :0]
-            exact.append(mx.concatenate(pieces, axis=2) if pieces else blank)
-        window.keys, window.values = (owned(x, 0, x.shape[2]) for x in exact)
-        window.counts = [exact[0].shape[2]]
-        window.approximate = [max(0, goal - sinks - keep)]
-        if not keep:
-            # The sink tokens stand at the left of the window again, exact; what follows them is approximate.
-            window.sinks, window.sink_keys, window.sink_values = [0], None, None
-        for store in part.stores.values():
-            store.cut([keep])
-            if not keep and not dropped:
-                store.sequence = {}
-        return part
 
     # ---- rows
 

@@ -9,6 +9,7 @@ arrays, whose bytes are there, before a method is bound to it, let alone memory 
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -125,7 +126,19 @@ def dump(cache: PackedKVCache) -> list[Any]:
     key = (history.bound, history.rows, cache.policy, cache.layer, cache._model, cache._rope, cache.sliding)
     if cache._lasting is None or any(a is not b for a, b in zip(cache._lasting[0], key, strict=True)):
         cache._lasting = (key, json.dumps(_lasting(cache, as_held=True)))
-    return [f"{cache._lasting[1][:-1]}, {json.dumps(_changing(cache, arrays))[1:]}", *arrays.values()]
+    return [f"{cache._lasting[1][:-1]}, {_text(_changing(cache, arrays))[1:]}", *arrays.values()]
+
+
+_last: tuple[dict[str, Any], str] | None = None
+
+
+def _text(changing: dict[str, Any]) -> str:
+    """What changes, as JSON; the layers of a model mostly say the same one after the other."""
+    global _last
+    last = _last
+    if last is None or last[0] != changing:
+        _last = last = (copy.deepcopy(changing), json.dumps(changing))
+    return last[1]
 
 
 def restore(cache: PackedKVCache, state: Sequence[Any]) -> None:

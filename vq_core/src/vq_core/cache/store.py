@@ -182,8 +182,6 @@ class PageStore:
         """Write tokens ``begin`` to ``end`` of ``data`` as new pages ``used`` to ``needed``."""
         page, rows = self.layout.page, (needed - used) // depth
         full, spare = (end - begin) // page, self._spare_pages(needed, total)
-        if full == depth and needed - used > spare:
-            spare = 0  # a chunk of a prompt: the next one would exchange the arrays whatever is spare
         inside = needed <= self.capacity
         for field, axis, length in self.layout.rows:
             piece = _along(data[field.name], axis, length * begin // page, length * end // page)
@@ -193,7 +191,7 @@ class PageStore:
                 new[used:needed] = _by_page(piece, axis, length, depth)
             else:
                 whole = _by_page(_along(piece, axis, 0, full * length), axis, length, full) if full else None
-                new = self._exchanged(field, piece, whole, used, needed - used - full * rows + spare)
+                new = self._exchanged(field, piece, whole, used, needed - used - full * rows, spare)
                 if full < depth:
                     rest = _along(piece, axis, full * length, piece.shape[axis])
                     new[(slice(needed - rows, needed), *(slice(None),) * (axis - 1), slice(0, rest.shape[axis]))] = rest
@@ -201,17 +199,21 @@ class PageStore:
         if not inside:
             self.capacity = new.shape[0]
 
-    def _exchanged(self, field: Field, piece: mx.array, whole: mx.array | None, used: int, blank: int) -> mx.array:
-        """A new array of the pages used, the whole ones of ``piece`` and blank ones."""
+    def _exchanged(
+        self, field: Field, piece: mx.array, whole: mx.array | None, used: int, blank: int, spare: int
+    ) -> mx.array:
+        """A new array of the pages used, the whole ones of ``piece``, blank and spare ones."""
         parts = []
         if used:
             parts.append(_along(self._widen(field, piece), 0, 0, used))
         dtype = parts[0].dtype if parts else piece.dtype
         if whole is not None:
             parts.append(whole if whole.dtype == dtype else whole.astype(dtype))
-        if blank:
-            parts.append(mx.zeros((blank, self.heads, *field.shape), dtype))
-        return mx.concatenate(parts) if len(parts) > 1 else _leading(parts[0], parts[0].shape[0], copy=True)
+        if blank or (spare and (whole is None or whole.shape[0] < spare)):
+            parts.append(mx.zeros((blank + spare, self.heads, *field.shape), dtype))
+        elif spare:
+            parts.append(parts[-1][:spare])  # anything: a page is written as a whole; zeros would take a launch
+        return mx.concatenate(parts) if len(parts) > 1 else mx.contiguous(parts[0])
 
     def _widen(self, field: Field, rows: mx.array) -> mx.array:
         """The field's array, converted to the wide dtype if these rows need it."""

@@ -27,6 +27,7 @@ from vq_core.plugins.choice import SideChoice, choose
 from vq_core.plugins.device import Held, in_device_form
 from vq_core.plugins.loader import make_manager
 from vq_core.plugins.offered import offers_of
+from vq_core.plugins.promises import Promise, checked
 from vq_core.plugins.reach import state_arrays as state_arrays
 from vq_core.plugins.records import MethodRecord
 from vq_core.plugins.registry import resolve
@@ -106,7 +107,7 @@ class BoundSide:
             return {}
         start = self._start
         rows = _guarded(self.choice.label, "vq_start", lambda: start(state=self.state, x=x, positions=positions))
-        return _checked(self.choice.label, self.layout, rows, x, paged=False)
+        return checked(self.choice.label, self.layout, rows, x, paged=False)
 
     def pack(self, x: mx.array, positions: mx.array, sequence: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Encode and pack n tokens (B, H, n, D); rows of the paged fields, checked against the layout."""
@@ -119,7 +120,7 @@ class BoundSide:
                 name, "vq_encode", lambda: self._encode(state=state, x=x, positions=positions, sequence=sequence)
             )
             rows = _guarded(name, "vq_pack", lambda: self._pack(state=state, codes=codes))
-        return _checked(name, self.layout, rows, x, True, self._promised)
+        return checked(name, self.layout, rows, x, True, self._promised)
 
     def decode(self, packed: Mapping[str, mx.array], positions: mx.array | None) -> mx.array:
         """Decode a tile: (N, H, n, D) float32."""
@@ -127,54 +128,6 @@ class BoundSide:
             self.choice.label, "vq_decode", lambda: self._decode(state=self.state, packed=packed, positions=positions)
         )
         return x
-
-
-Promise = tuple[tuple[str, tuple[int, ...], tuple[mx.Dtype, ...]], ...]
-"""Of each field its name, shape and the dtypes that it may have."""
-
-
-def _checked(
-    label: str, layout: Layout, rows: Mapping[str, mx.array], x: mx.array, paged: bool,
-    known: dict[Any, Promise] | None = None,
-) -> dict[str, mx.array]:  # fmt: skip
-    """Rows of the paged fields, or those of the sequence, as the layout promises them for x (B, H, n, D).
-
-    ``known``: what it has promised for the numbers of tokens before.
-    """
-    key = (x.shape[:3], paged)
-    promise = None if known is None else known.get(key)
-    if promise is None:
-        promise = _promise(layout, x.shape[:3], paged)
-        if known is not None:
-            if len(known) >= MOST_PROMISES:
-                known.clear()
-            known[key] = promise
-    found: dict[str, mx.array] = {}
-    for name, wanted, dtypes in promise:
-        got = rows.get(name)
-        if got is None or got.shape != wanted or got.dtype not in dtypes:
-            given = "nothing" if got is None else f"{got.shape} {got.dtype}"
-            accepted = " or ".join(str(d).removeprefix("mlx.core.") for d in dtypes)
-            raise PluginError(
-                f"method {label!r}, field {name!r}: the layout promises {wanted} {accepted}, the method gave {given}"
-            )
-        found[name] = got
-    return found
-
-
-MOST_PROMISES = 64
-
-
-def _promise(layout: Layout, tokens: tuple[int, ...], paged: bool) -> Promise:
-    """For (B, H, n)."""
-    found = []
-    for field in layout.paged if paged else layout.sequence:
-        shape = list(field.shape)
-        if field.axis is not None:
-            shape[field.axis] = layout.units(field, tokens[2])
-        dtypes = tuple(getattr(mx, d) for d in (field.dtype, field.wide) if d is not None)
-        found.append((field.name, (*tokens[:2], *shape), dtypes))
-    return tuple(found)
 
 
 _lock = threading.RLock()
@@ -249,7 +202,7 @@ def _bind(record: MethodRecord, choice: SideChoice, ctx: PrepareContext, fallbac
     encode, codes = pick("vq_encode", state=state, x=x, positions=positions, sequence=sequence)
     pack, _ = pick("vq_pack", state=state, codes=codes)
     rows = _guarded(name, "vq_pack", lambda: pack(state=state, codes=codes))
-    packed = _checked(name, layout, rows, x, paged=True) | _checked(name, layout, sequence, x, paged=False)
+    packed = checked(name, layout, rows, x, paged=True) | checked(name, layout, sequence, x, paged=False)
     decode, decoded = pick("vq_decode", state=state, packed=packed, positions=positions)
     wanted = (1, ctx.kv_heads, layout.page, ctx.head_dim)
     if decoded.shape != wanted or decoded.dtype != mx.float32:

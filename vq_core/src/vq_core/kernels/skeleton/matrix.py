@@ -244,7 +244,6 @@ def matrix_text(
     constants = {
         "PAIRS": f"{D // 8}", "TILES": f"{V // 16}", "D": f"{D}u", "V": f"{V}u", "UNIT": f"{laid.unit}",
         "STORED_PAIRS": f"{keys.stored // 8}", "STORED": f"{keys.stored}u",
-        "FENCE": text.FENCE if keys.stored > D else "",
         "WARPS": f"{laid.warps}u", "STAGES": f"{laid.stages}u", "STEP_SIZE": f"{at // 4}u",
         "STEP": f"{laid.unit * BLOCK}u", "KEY_SCALE": f"{keys.scale:.9e}f", "HEADROOM": f"{text.HEADROOM}f",
         "FIRST_FIELD_shape": f"k_{keys.fields[0].name}_shape", "LOAD": "\n      ".join(loads),

@@ -50,9 +50,8 @@ for (uint n = turn * WARPS + warp; n < units; n += exact_splits * WARPS) {
   const uint unit = old ? n - near : n, count = min(16u, uint(old ? first : recent) - unit * 16u);
   const uint place = unit * 16u + (old ? 0u : width - uint(recent));
   const uint above = (b * H + h) * (old ? uint(sink_k_shape[2]) : kept) + place;
-  const uint edge = old ? 16u : kept - min(kept, place), to = (b * H + h) * width + place;
+  const uint edge = old ? 16u : kept - min(kept, place);
   const uint late = old ? 0u : (b * H + h) * fresh + place - min(kept, place);
-  const bool grows = fresh != 0u && !old && m0 == 0u;
   const int column = old ? pad - hidden + int(place) : int(length) - int(width) + int(place);
   VQ_GLOBAL(KIND) from_k = (old ? sink_k : exact_k) + above * D;
   VQ_GLOBAL(KIND) from_v = (old ? sink_v : exact_v) + above * V;
@@ -65,7 +64,6 @@ for (uint n = turn * WARPS + warp; n < units; n += exact_splits * WARPS) {
   for (uint x = 0u; x < PAIRS / 2; ++x) {
     const uint token = min(g + 8u * (x & 1u), count - 1u), c = 8u * t + x / 2u * 32u;
     const uint4 four = matrix_eight((token < edge ? from_k + token * D : new_k + (late + token - edge) * D) + c, wide);
-    if (grows && g + 8u * (x & 1u) < count) vq_view<uint4>(grown_k)[((to + token) * D + c) / 8u] = four;
     k[4u * x] = four.x;
     k[4u * x + 1u] = four.y;
     k[4u * x + 2u] = four.z;
@@ -73,12 +71,26 @@ for (uint n = turn * WARPS + warp; n < units; n += exact_splits * WARPS) {
   }
   VQ_UNROLL
   for (uint y = 0u; y < TILES / RUN * 4u; ++y) {
-    const uint s = y & 3u, wanted = 2u * t + (s & 1u) + 8u * (s >> 1), token = min(wanted, count - 1u);
+    const uint s = y & 3u, token = min(2u * t + (s & 1u) + 8u * (s >> 1), count - 1u);
     const uint c = FOUR * 8u * (y / 4u) + FOUR * g;
     VQ_GLOBAL(KIND) from = (token < edge ? from_v + token * V : new_v + (late + token - edge) * V) + c;
     READ
   }
-  FENCE
+  if (fresh != 0u && !old && m0 == 0u) {
+    // After all loads: none of these would be asked for before a store that might change what it reads.
+    const uint to = (b * H + h) * width + place;
+    VQ_UNROLL
+    for (uint x = 0u; x < PAIRS / 2; ++x) {
+      const uint token = g + 8u * (x & 1u), c = 8u * t + x / 2u * 32u;
+      const uint4 four = vq_uint4(k[4u * x], k[4u * x + 1u], k[4u * x + 2u], k[4u * x + 3u]);
+      if (token < count) vq_view<uint4>(grown_k)[((to + token) * D + c) / 8u] = four;
+    }
+    VQ_UNROLL
+    for (uint y = 0u; y < TILES / RUN * 4u; ++y) {
+      const uint s = y & 3u, token = 2u * t + (s & 1u) + 8u * (s >> 1), c = FOUR * 8u * (y / 4u) + FOUR * g;
+      WRITE
+    }
+  }
   float4 y = vq_float4(0.0f, 0.0f, 0.0f, 0.0f), z = y;
   VQ_UNROLL
   for (uint x = 0u; x < PAIRS / 4; ++x) {
@@ -137,12 +149,13 @@ EIGHT = """
     r[4u * y + 1u] = four.y;
     r[4u * y + 2u] = four.z;
     r[4u * y + 3u] = four.w;
-    if (grows && wanted < count) vq_view<uint4>(grown_v)[((to + token) * V + c) / 8u] = four;
 """
-PAIR = """
-    r[y] = vq_view<uint>(from)[0];
-    if (grows && wanted < count) vq_view<uint>(grown_v)[((to + token) * V + c) / 2u] = r[y];
+PAIR = "r[y] = vq_view<uint>(from)[0];"
+WRITE_EIGHT = """
+      const uint4 four = vq_uint4(r[4u * y], r[4u * y + 1u], r[4u * y + 2u], r[4u * y + 3u]);
+      if (token < count) vq_view<uint4>(grown_v)[((to + token) * V + c) / 8u] = four;
 """
+WRITE_PAIR = "if (token < count) vq_view<uint>(grown_v)[((to + token) * V + c) / 2u] = r[y];"
 
 
 def header(dtype: str) -> str:
@@ -164,6 +177,7 @@ def text(dtype: str, value_dim: int) -> str:
         "SUMS": product("extra[0]", "0u, ones, 0u, ones"),
         "ADD": product("acc[i]", "a0, a1, a2, a3"),
         "READ": EIGHT if run == 4 else PAIR,
+        "WRITE": WRITE_EIGHT if run == 4 else WRITE_PAIR,
         "ONES": "0x3f803f80u" if twice else "0x3c003c00u",
         "FOUR": f"{2 * run}u", "RUN": f"{run}u", "KIND": TYPES[dtype],
     }  # fmt: skip

@@ -195,10 +195,6 @@ PREPARED = {
 }
 """In the basis that the keys are stored in."""
 
-FENCE = "simdgroup_barrier(mem_flags::mem_threadgroup);"
-"""Between loads and products of exact tokens, where keys wider than the head size leave few registers: nothing is moved
-across it, and NVIDIA's compiler stays at the 168 with which three threadgroups run at once."""
-
 MIX = """
 // The warps' sums become one: a row of 8 queries a warp, padded so that no two lanes meet in a bank.
 threadgroup_barrier(mem_flags::mem_threadgroup);
