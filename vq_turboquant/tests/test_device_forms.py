@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from vq_core import PackedKVCache, UnsupportedShapeError
+from vq_core.api import PluginError, PrepareContext, Side
 from vq_core.attention.packed import attend
 from vq_core.cache.policy import LayerPolicy
 from vq_core.cache.state import describe, rebuild
@@ -18,6 +19,8 @@ from vq_core.evaluate.random_attention import BOUND, Variant, configurations, er
 from vq_core.kernels import Kernel
 from vq_core.kernels.simulated import Simulated
 from vq_core.kernels.verify import same_bits
+from vq_core.plugins.binding import bind
+from vq_turboquant.mse import MseState
 
 FORMS = {"turboquant_mse_m16n8k16", "turboquant_rvq_m16n8k16"}
 HEADS, DIM = 2, 64
@@ -178,3 +181,17 @@ def test_launches_of_a_step(method: str, rotation: str, monkeypatch: pytest.Monk
     assert len(names) == len(LAUNCHES[rotation]) and out.dtype == mx.float16
     a, b = np.array(out).astype(np.float32), np.array(want).astype(np.float32)
     assert same_bits(out, plain) and np.linalg.norm(a - b) < 2e-3 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_signs_of_another_rotation_are_seen(side: Side, device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch would turn queries as the keys are not: told when the side is bound, by the snippet's name."""
+    ctx = PrepareContext(side, 2, DIM, DIM, "float16", seed=77 + device)  # bound nowhere else
+    signs = MseState.signs.fget
+    if device:
+        bind("turboquant_mse:bits=2", ctx, kernels="simulator")
+    monkeypatch.setattr(MseState, "signs", property(lambda state: signs(state)[::-1]))
+    name = f"m16n8k16, snippet 'turboquant_mse_device_{side}'" if device else "snippet 'turboquant_mse'"
+    with pytest.raises(PluginError, match=f"{name}: its (prepare|finish) is not the sign-Hadamard rotation"):
+        bind("turboquant_mse:bits=2", ctx, kernels="simulator", device=device)

@@ -21,7 +21,7 @@ from vq_core.api.facts import PrepareContext
 from vq_core.api.layout import Layout
 from vq_core.calibration.artifact import artifact_of
 from vq_core.errors import PluginError, VQError
-from vq_core.kernels.skeleton.snippet import Snippet
+from vq_core.kernels.skeleton.snippet import Snippet, unlike_signs
 from vq_core.plugins import fused
 from vq_core.plugins.choice import SideChoice, choose
 from vq_core.plugins.device import Held, in_device_form
@@ -249,6 +249,10 @@ def _snippet(manager: pluggy.PluginManager, name: str, state: Any, ctx: PrepareC
         said = f"vq_snippet must return a Snippet, a reason as text, or None; it gave {type(found).__name__}"
         raise PluginError(f"method {name!r}: {said}")
     mx.eval(state_arrays(found))
+    if isinstance(found, Snippet):
+        wrong = _guarded(name, "vq_snippet", lambda: unlike_signs(found))
+        if wrong:
+            raise PluginError(f"method {name!r}, snippet {found.name!r}: {wrong}")
     return found
 
 

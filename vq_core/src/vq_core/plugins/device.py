@@ -19,6 +19,7 @@ import numpy as np
 from vq_core.api.layout import Layout
 from vq_core.errors import PluginError, VQError
 from vq_core.kernels.device_form import DeviceForm
+from vq_core.kernels.skeleton.snippet import unlike_signs
 from vq_core.kernels.verify import same_bits
 from vq_core.plugins import fused
 from vq_core.plugins.loader import make_manager
@@ -192,6 +193,10 @@ def _in(bound: BoundSide, form: DeviceForm, backend: str, declined: tuple[str, .
         for part in (form.snippet, form.matrix)
     )
     mx.eval(state_arrays((snippet, matrix)))  # a lazy constant would belong to this thread
+    for one in (snippet, matrix):
+        wrong = _guarded(bound, form, lambda one=one: unlike_signs(one))  # type: ignore[misc]
+        if wrong and one is not None:
+            raise PluginError(f"method {bound.choice.label!r}, device form {form.name}, snippet {one.name!r}: {wrong}")
     run, plain_decode = form.run, bound._decode
 
     def canonical(fields: Mapping[str, mx.array]) -> dict[str, mx.array]:

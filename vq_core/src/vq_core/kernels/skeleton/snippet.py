@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import mlx.core as mx
 
-from vq_core.codec.hadamard import hadamard_sizes
+from vq_core.codec.hadamard import SignHadamard, hadamard_sizes
 from vq_core.errors import PluginError, UnsupportedShapeError
 from vq_core.kernels.rules import TINY, stripped
 
@@ -143,6 +143,26 @@ def wrong_signs(signs: mx.array | None, turned: bool) -> str:
     except UnsupportedShapeError as wrong:
         return str(wrong)
     return "" if signs.shape[0] else "its signs have no round"
+
+
+def unlike_signs(snippet: Any) -> str:
+    """Which of a snippet's functions is not the rotation that its signs say; empty if each is.
+
+    Args:
+        snippet: A :class:`Snippet` or a :class:`~vq_core.kernels.skeleton.matrix.MatrixSnippet`.
+    """
+    if snippet is None or snippet.signs is None:
+        return ""
+    rotation, rows = SignHadamard(snippet.signs, snippet.signs), 4
+    # No two numbers alike, and no random state touched. A product may be one of ten-bit numbers (TF32).
+    x = mx.sin(mx.arange(rows * snippet.signs.shape[1]).astype(mx.float32) ** 1.5).reshape(1, rows, 1, -1)
+    for what, function, meant in (
+        ("prepare", snippet.prepare, rotation.rotate),
+        ("finish", snippet.finish, rotation.undo),
+    ):
+        if function is not None and not mx.allclose(function(x), meant(x), rtol=0, atol=2e-2).item():
+            return f"its {what} is not the sign-Hadamard rotation that its signs say"
+    return ""
 
 
 __all__ = ["SIMD", "Snippet"]
