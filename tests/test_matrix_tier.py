@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import attrs
 import mlx.core as mx
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from vq_core import PackedKVCache, UnsupportedShapeError
+from vq_core.attention import ready
 from vq_core.attention.packed import attend
 from vq_core.cache.policy import LayerPolicy
 from vq_core.evaluate.random_attention import MATRIX_PAIRS, run
@@ -186,3 +188,83 @@ def test_what_nobody_attends_to_is_told_and_saved() -> None:
     cache.update_and_fetch(random(6, 1, 2, 1, 64), random(7, 1, 2, 1, 64))
     assert cache.nbytes - before == 2 * 2 * 64 * 2 and cache.report().tokens == cache.offset == 302
     assert_same(PackedKVCache.from_state(cache.state).decode(), cache.decode(), "tokens")
+
+
+def steady(tier: str = "matrix") -> PackedKVCache:
+    """A cache after steps, so that the next one holds its tokens apart; nothing is joined for dense tags."""
+    kernels = "simulator" if tier == "matrix" else "off"
+    policy = LayerPolicy.make(method="kivi:bits=2", residual=16, attention=tier, kernels=kernels)  # type: ignore[arg-type]
+    cache = PackedKVCache.from_policy(policy, strict=True)
+    cache.update_and_fetch(random(1, 1, 2, 50, 64), random(2, 1, 2, 50, 64))
+    for i in range(3):
+        tags = cache.update_and_fetch(random(3 + i, 1, 2, 1, 64), random(6 + i, 1, 2, 1, 64))
+        mx.eval(tags[0].vq_reading.attend(random(9, 1, 4, 1, 64), scale=0.1))
+    return cache
+
+
+def test_a_caller_may_write_into_the_arrays_that_it_gave() -> None:
+    cache, k = steady("mlx"), mx.zeros((1, 2, 1, 64), mx.float16)
+    for i in (1, 2, 3, 4):
+        k[...] = i
+        cache.update_and_fetch(k, k)
+    for side in cache.decode():
+        assert side[0, 0, -4:, 0].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("tier", ["mlx", "matrix"])
+@pytest.mark.parametrize("look", ["nbytes", "report", "state", "decode", "deepcopy"])
+def test_who_looks_at_a_cache_from_another_thread_leaves_it_usable(tier: str, look: str) -> None:
+    """A lazy array belongs to the thread that made it, and attention goes on where the step was."""
+    cache, seen = steady(tier), []
+
+    def ask() -> None:
+        found = copy.deepcopy(cache) if look == "deepcopy" else getattr(cache, look)
+        seen.append(found() if look in ("report", "decode") else found)
+
+    keys, _ = cache.update_and_fetch(random(20, 1, 2, 1, 64), random(21, 1, 2, 1, 64))
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    out = keys.vq_reading.attend(random(9, 1, 4, 1, 64), scale=0.1)
+    mx.eval(out, cache.state[1:])
+    assert seen and np.isfinite(np.array(out)).all()
+    if look == "nbytes":
+        assert seen[0] == cache.nbytes == sum(a.nbytes for a in cache.state[1:])
+
+
+def test_a_copy_is_usable_where_its_original_never_was() -> None:
+    """What it shares is evaluated with the original's attention; its report evaluates nothing."""
+    cache = steady()
+    keys, _ = cache.update_and_fetch(random(20, 1, 2, 1, 64), random(21, 1, 2, 1, 64))
+    other = copy.deepcopy(cache)
+    other.report()
+    mx.eval(keys.vq_reading.attend(random(9, 1, 4, 1, 64), scale=0.1))
+    made: list[object] = []
+
+    def work() -> None:
+        mx.eval(other.attend(random(9, 1, 4, 1, 64), scale=0.1))
+        made.append(other.offset)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert made == [54]
+
+
+def test_tokens_that_join_while_a_step_is_chosen_are_apart_for_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody reads the window in between: the pass must not take them twice, nor write past its output."""
+    cache = steady()
+    keys, _ = cache.update_and_fetch(random(20, 1, 2, 1, 64), random(21, 1, 2, 1, 64))
+    twin = copy.deepcopy(cache)
+    assert keys.shape == (1, 2, 54, 64)  # from now on the reading is a whole one
+    chosen = ready.Kind.step
+
+    def step(self: ready.Kind, view: object) -> object:
+        found = chosen(self, view)  # type: ignore[arg-type]
+        cache.state  # noqa: B018
+        return found
+
+    monkeypatch.setattr(ready.Kind, "step", step)
+    q = random(9, 1, 4, 1, 64)
+    assert_same(keys.vq_reading.attend(q, scale=0.1), twin.attend(q, scale=0.1), "attention")
+    assert_same(cache.decode(), twin.decode(), "tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,9 +46,38 @@ def test_other_texts_are_other_files_and_a_damaged_one_is_written_anew() -> None
     assert sorted(path.suffix for path in body.parent.iterdir()) == [".cuh"] * 3, "nothing half written stays"
 
 
-def test_without_a_folder_the_texts_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    for home in (tmp_path / "file", tmp_path / 'a"b'):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-        module._folder.cache_clear()
-        assert included(GIVEN) == GIVEN
+@pytest.mark.parametrize("how", ["file", "quote", "line", "bytes", "link", "open"])
+def test_without_a_folder_that_will_do_the_texts_stay_where_they_are(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No folder, one that a text cannot name, or one that others write to."""
+    names = {"quote": 'a"b', "line": "a\nb", "bytes": os.fsdecode(b"\xff\xfe")}
+    home = tmp_path / names.get(how, how)
+    if how == "file":
+        home.write_text("")
+    if how == "link":
+        (tmp_path / 'q"q').mkdir()
+        home.symlink_to(tmp_path / 'q"q')
+    if how == "open":
+        (home / "vq/kernels").mkdir(parents=True)
+        (home / "vq/kernels").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    module._folder.cache_clear()
+    assert included(GIVEN) == GIVEN
+
+
+def test_a_relative_folder_counts_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    module._folder.cache_clear()
+    (body,) = files(included(GIVEN)["source"])
+    assert body.is_relative_to((tmp_path / "home/.cache/vq/kernels").resolve()) and not (tmp_path / "here").exists()
+
+
+def test_what_cannot_be_written_leaves_nothing_behind() -> None:
+    (body,) = files(included(GIVEN)["source"])
+    body.unlink()
+    body.mkdir()
+    before = sorted(body.parent.iterdir())
+    assert included(GIVEN) == GIVEN and sorted(body.parent.iterdir()) == before

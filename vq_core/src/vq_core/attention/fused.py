@@ -123,6 +123,11 @@ class Step:
         parts = keys.window.parts() if self.fresh and keys.window is not None else None
         exact_k, new_k, exact_v, new_v = (None,) * 4 if parts is None else parts
         exact_k, exact_v = _window(keys, exact_k), _window(values, exact_v)
+        if self.fresh and parts is None:
+            # Joined since the step was chosen, by another thread: it is apart once more for a step that joins.
+            cut = exact_k.shape[2] - self.fresh
+            new_k, new_v = exact_k[:, :, cut:], exact_v[:, :, cut:]
+            exact_k, exact_v = exact_k[:, :, :cut], exact_v[:, :, :cut]
         given = self._asked(queries)
         given.append(self.facts)
         if self.masked:

@@ -41,9 +41,9 @@ class Kind:
 
     def step(self, view: CacheView) -> Step | None:
         """The step of a reading; ``None`` where one has to be made from the beginning."""
-        key = (view.exact, view.hidden, view.length)
-        if self.last[0] == key:
-            return self.last[1]
+        key, (last, found) = (view.exact, view.hidden, view.length), self.last
+        if last == key:
+            return found
         before = self.by_splits.get(exact_splits(view))
         if before is None:
             return None
@@ -120,7 +120,8 @@ class Ready:
         parts = window.parts()
         if parts is None or not self.like(queries, scale, mask, sinks, tier, parts[1].shape[2], length):
             return None
-        step: Step | None = self.kind.last[1]
-        if self.kind.last[0] != (exact, self.hidden, length):
+        step: Step | None
+        key, step = self.kind.last
+        if key != (exact, self.hidden, length):
             step = self.kind.step(reading.view)
         return None if step is None or not step.joins else step.joining(window, parts, queries, self.stored)

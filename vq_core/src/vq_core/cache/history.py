@@ -82,6 +82,11 @@ class History:
         """Every array held."""
         return [*self.stores["keys"].arrays(), *self.stores["values"].arrays(), *self.window.arrays()]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every array held."""
+        return self.stores["keys"].nbytes() + self.stores["values"].nbytes() + self.window.nbytes
+
     # ---- growing
 
     def step(self, keys: mx.array, values: mx.array) -> tuple[History, Coming] | None:
@@ -300,6 +305,7 @@ class History:
 
     def copy(self) -> History:
         """A history that shares the arrays: none is ever changed in place."""
+        self.window.together()  # both have what one of them will have evaluated
         new = self.draft()
         new.stores = {side: store.copy() for side, store in self.stores.items()}
         return new

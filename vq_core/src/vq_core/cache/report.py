@@ -175,7 +175,7 @@ def _bytes(history: History) -> Bytes:
         spare += store.spare_bytes()
         for codes in kinds:
             kinds[codes] += store.nbytes(codes) - store.spare_bytes(codes)
-    window = sum(a.nbytes for a in history.window.arrays()) - history.window.spare_bytes()
+    window = history.window.nbytes - history.window.spare_bytes()
     ctx = history.bound["keys"].ctx
     constants = {id(a): a.nbytes for bound in history.bound.values() for a in bound.constants}
     tokens = sum(n if history.sliding is None else min(n, history.sliding) for n in history.lengths)

@@ -267,7 +267,7 @@ class PackedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of every array held, spare capacity included; the methods' shared constants are apart."""
-        return 0 if self._history is None else sum(a.nbytes for a in self._history.arrays())
+        return 0 if self._history is None else self._history.nbytes
 
     def is_trimmable(self) -> bool:
         """Whether any number of tokens can be dropped, now and later.

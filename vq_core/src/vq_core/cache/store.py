@@ -100,7 +100,7 @@ class PageStore:
         return [*self.paged.values(), *self.sequence.values(), *self._tables()]
 
     def _tables(self) -> list[mx.array]:
-        views = self._views.values()
+        views = list(self._views.values())  # another thread may ask, too
         return [a for v in views for a in (v.row, v.table, v.held, v.place) if a is not None]
 
     def nbytes(self, codes: bool | None = None) -> int:

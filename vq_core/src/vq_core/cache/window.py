@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -51,6 +52,10 @@ class Joined:
         return self.owned(0, self.width)
 
 
+Held = tuple[mx.array | None, mx.array | None, tuple[mx.array, mx.array] | None]
+"""Keys, values, and keys and values that have not joined them."""
+
+
 class Window:
     """Exact tokens, each row's aligned at the right.
 
@@ -66,10 +71,8 @@ class Window:
     """
 
     def __init__(self, rows: int):
-        self._keys: mx.array | None = None
-        self._values: mx.array | None = None
-        self._new: tuple[mx.array, mx.array] | None = None
-        """Keys and values that have not joined the others."""
+        self._held: Held = (None, None, None)
+        self._thread = 0
         self.counts = [0] * rows
         self.approximate = [0] * rows
         self.sink_keys: mx.array | None = None
@@ -80,30 +83,34 @@ class Window:
     @property
     def keys(self) -> mx.array | None:
         """(B, H, W, D), ``None`` before the first update."""
-        self._join()
-        return self._keys
+        return self.together()[0]
 
     @keys.setter
     def keys(self, keys: mx.array | None) -> None:
-        self._join()
-        self._keys = keys
+        self._held = (keys, self.together()[1], None)
 
     @property
     def values(self) -> mx.array | None:
         """(B, H, W, D), ``None`` before the first update."""
-        self._join()
-        return self._values
+        return self.together()[1]
 
     @values.setter
     def values(self, values: mx.array | None) -> None:
-        self._join()
-        self._values = values
+        self._held = (self.together()[0], values, None)
 
-    def _join(self) -> None:
-        if self._new is not None:
-            assert self._keys is not None and self._values is not None
-            keys, values = self._new
-            self.settle(mx.concatenate([self._keys, keys], 2), mx.concatenate([self._values, values], 2))
+    def together(self) -> tuple[mx.array | None, mx.array | None]:
+        """Keys and values with the new tokens, which have joined them from now on.
+
+        Not for another thread than that of the step, which gets arrays of its own: lazy arrays belong to a thread, and
+        who looks at a cache must not leave it what its own thread cannot evaluate.
+        """
+        keys, values, new = self._held  # at once: another thread may put another tuple in its place
+        if new is None or keys is None or values is None:
+            return keys, values
+        made = mx.concatenate([keys, new[0]], 2), mx.concatenate([values, new[1]], 2)
+        if threading.get_ident() == self._thread:
+            self.settle(*made)
+        return made
 
     def exact(self, side: str) -> mx.array:
         """All tokens of a side."""
@@ -113,13 +120,12 @@ class Window:
 
     def parts(self) -> tuple[mx.array, mx.array, mx.array, mx.array] | None:
         """Old and new keys, old and new values; ``None`` where all have joined."""
-        if self._new is None or self._keys is None or self._values is None:
-            return None
-        return self._keys, self._new[0], self._values, self._new[1]
+        keys, values, new = self._held
+        return None if new is None or keys is None or values is None else (keys, new[0], values, new[1])
 
     def settle(self, keys: mx.array, values: mx.array) -> None:
         """The same tokens, joined."""
-        self._keys, self._values, self._new = keys, values, None
+        self._held = (keys, values, None)
 
     def depend(self, on: mx.array) -> None:
         """Let the held keys, and what is joined to them, be evaluated only together with an array."""
@@ -128,25 +134,31 @@ class Window:
 
     def arrays(self) -> list[mx.array]:
         """Every array held."""
-        held = (self.keys, self.values, self.sink_keys, self.sink_values)
-        return [a for a in held if a is not None]
+        return [a for a in (*self.together(), self.sink_keys, self.sink_values) if a is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, the new tokens joined."""
+        keys, values, new = self._held
+        return sum(a.nbytes for a in (keys, values, *(new or ()), self.sink_keys, self.sink_values) if a is not None)
 
     @property
     def width(self) -> int:
         """W."""
-        new = 0 if self._new is None else self._new[0].shape[2]
-        return new if self._keys is None else self._keys.shape[2] + new
+        keys, _, new = self._held
+        return (0 if keys is None else keys.shape[2]) + (0 if new is None else new[0].shape[2])
 
     def spare_bytes(self) -> int:
         """Bytes at the left of rows that are shorter than the longest."""
-        spare = 0
-        for held, counts in (
-            ((self.keys, self.values), self.counts),
-            ((self.sink_keys, self.sink_values), self.sinks),
+        spare, width = 0, self.width
+        first = 0 if self.sink_keys is None else self.sink_keys.shape[2]
+        for held, counts, places in (
+            (self._held[:2], self.counts, width),
+            ((self.sink_keys, self.sink_values), self.sinks, first),
         ):
             for a in held:
-                if a is not None and a.shape[2]:
-                    spare += a.nbytes - a.nbytes // (a.shape[0] * a.shape[2]) * sum(counts)
+                if a is not None:
+                    spare += a.shape[1] * a.shape[3] * a.dtype.size * (a.shape[0] * places - sum(counts))
         return spare
 
     def joined(self, keys: mx.array, values: mx.array) -> tuple[Joined, Joined]:
@@ -159,10 +171,12 @@ class Window:
 
     def grown(self, keys: mx.array, values: mx.array, length: int) -> Window:
         """A window, not empty, with L new tokens at its right; this one stays as it is."""
-        self._join()
+        held = self.together()
         new = Window.__new__(Window)
         new.__dict__.update(self.__dict__)
-        new._new = keys, values
+        # Arrays of our own over the same numbers: the caller may write into his.
+        new._held = (*held, (keys.astype(keys.dtype), values.astype(values.dtype)))
+        new._thread = threading.get_ident()
         new.counts = [n + length for n in self.counts]
         return new
 

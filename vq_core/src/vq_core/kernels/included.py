@@ -37,23 +37,31 @@ def included(declared: dict[str, Any]) -> dict[str, Any]:
 def _written(folder: Path, name: str, text: str) -> Path:
     path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.cuh"
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        if path.read_text() == text:
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
             return path
     handle, made = tempfile.mkstemp(dir=folder)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    Path(made).replace(path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(made).replace(path)
+    except BaseException:  # an interrupt too; it goes on once nothing is left behind
+        Path(made).unlink(missing_ok=True)
+        raise
     return path
 
 
 @cache
 def _folder() -> Path | None:
-    """One that only this user writes to; ``None``: there is none."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    with contextlib.suppress(OSError, RuntimeError):
-        folder = (Path(home) if home else Path.home() / ".cache") / "vq" / "kernels"
-        if not re.search(r'["\\\n]', str(folder)):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if os.access(folder, os.W_OK):
-                return folder.resolve()
+    """One that only this user writes to, and that a text can name; ``None``: there is none."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        # By its specification a relative path counts as none.
+        folder = (Path(home) if Path(home).is_absolute() else Path.home() / ".cache").resolve() / "vq" / "kernels"
+        if re.search(r'["\\\x00-\x1f\ud800-\udfff]', str(folder)):
+            return None
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.resolve().stat()
+        own = getattr(os, "getuid", lambda: found.st_uid)() == found.st_uid and not found.st_mode & 0o022
+        if folder.resolve() == folder and own:
+            return folder if os.access(folder, os.W_OK) else None
     return None
