@@ -68,8 +68,8 @@ from vq_core.kernels.device_form import DeviceForm
 from vq_core.kernels.skeleton.matrix import HEAD_DIMS
 from vq_core.kernels.skeleton.snippet import Snippet
 from vq_turboquant.parts import Part, extra_channels, groups_of, part_of
+from vq_turboquant.scale import narrowed
 
-FLOAT16_MAX = 65504.0
 MODES = ("raw", "matched", "unbiased")
 BLOCK = 32
 """Tokens whose mean is removed."""
@@ -312,13 +312,6 @@ def quantize(part: Part, x: mx.array, mode: str, dtype: str) -> tuple[mx.array, 
     # Nothing is shrunk where the vector is zero, or not a number: the norm says which.
     scale = mx.where(shrunk > 0, norm / (mx.where(shrunk > 0, shrunk, 1) * part.span), norm)
     return codes, narrowed(scale, dtype)
-
-
-def narrowed(scale: mx.array, dtype: str) -> mx.array:
-    """A scale as it is stored; of float16 at most the largest number where it is finite."""
-    if dtype == "float32":
-        return scale
-    return mx.where((scale > FLOAT16_MAX) & (scale < mx.inf), FLOAT16_MAX, scale).astype(mx.float16)
 
 
 @hookimpl

@@ -9,6 +9,8 @@ import mlx.core as mx
 from vq_core.codec.bits import WORD
 from vq_core.codec.projection import fold_sum
 
+FLOAT16_MAX = 65504.0
+
 
 def root(dim: int) -> float:
     """sqrt(D) in float32."""
@@ -39,3 +41,10 @@ def unit_vectors(x: mx.array, dtype: str) -> tuple[mx.array, mx.array]:
     size = scale.astype(mx.float32) * root(dim)
     usable = (size > 0) & (size < mx.inf)
     return mx.where(usable, x / mx.where(usable, size, 1), 0), scale
+
+
+def narrowed(scale: mx.array, dtype: str) -> mx.array:
+    """A scale as it is stored; of float16 at most the largest number where it is finite."""
+    if dtype == "float32":
+        return scale
+    return mx.where((scale > FLOAT16_MAX) & (scale < mx.inf), FLOAT16_MAX, scale).astype(mx.float16)
